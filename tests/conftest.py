@@ -1,0 +1,44 @@
+"""The strict set-up every test runs under.
+
+Set before anything imports jax: CPU unless JAX_PLATFORMS says otherwise, strict dtype promotion, no rank promotion, no network.
+Every annotation of `jaxkv` and `pallas_kernels` is checked at run time, shapes included.
+"""
+
+import importlib.util
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow") and "slow" not in config.getoption("-m"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            items[:] = [item for item in items if not item.get_closest_marker("slow")]
+            config.hook.pytest_deselected(items=slow)
+    if not HAS_TORCH:
+        skip = pytest.mark.skip(reason="needs torch, the oracle")
+        for item in items:
+            if item.get_closest_marker("torch"):
+                item.add_marker(skip)

@@ -1,0 +1,220 @@
+"""The parts of a decoder layer: linear, norms, rotary positions, MLP.
+
+Everything here works on a flat list of tokens, `[tokens, ...]`; which tokens belong to one sequence is known to attention alone.
+Weights keep Hugging Face's `[out, in]` orientation. Matrices that read the same input are stored as one array, so that a
+step reads them with one product: `qkv` is `[kv_heads, q_per_kv + 2, head_dim, in]` (each kv head's queries, then its key, then
+its value: splitting kv_heads over devices cuts no head apart), `gate_up` is `[2, intermediate, in]`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv.config import Activation, ModelConfig, Rope
+
+TILE = 16
+"""Rows of one product in deterministic mode. A product's bits depend on its number of rows, so there it never varies.
+
+16 because CPU products get slower by less than their rows up to about there: 8 rows cost 1.3 times one row, 16 rows 1.8 times."""
+
+
+def _weight_left(x: Array, weight: Array) -> Array:
+    """x [rows, in], weight [out, in] -> [rows, out], with the weight as the left operand.
+
+    On the right, XLA's CPU products repack the whole weight at every call. Without the barrier the transpose is folded into the
+    product and the operands swap back. A single bfloat16 row takes a scalar path ten times slower than two rows.
+    """
+    rows = x.shape[0]
+    if rows == 1 and x.dtype == jnp.bfloat16:
+        x = jnp.concatenate([x, x])
+    y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())))
+    return lax.optimization_barrier(y).T[:rows]
+
+
+def _weight_right(x: Array, weight: Array) -> Array:
+    """The same product as GPU and TPU compilers like it: nothing to work around."""
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
+def _product(x: Array, weight: Array) -> Array:
+    return lax.platform_dependent(x, weight, cpu=_weight_left, default=_weight_right)
+
+
+@jax.custom_vjp
+def _tiled_product(x: Array, weight: Array) -> Array:
+    """`_product` in tiles of exactly TILE rows, so that a row's bits do not depend on how many rows there are.
+
+    The gradient is that of the plain product: only values need to be reproducible between rollout and training.
+    """
+    rows = x.shape[0]
+    tiles = -(-rows // TILE)
+    x = jnp.pad(x, ((0, tiles * TILE - rows), (0, 0)))
+    if tiles == 1:
+        return _product(x, weight)[:rows]
+    y = lax.map(lambda tile: _product(tile, weight), x.reshape(tiles, TILE, -1))
+    return y.reshape(tiles * TILE, -1)[:rows]
+
+
+def _tiled_product_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _tiled_product(x, weight), (x, weight)
+
+
+def _tiled_product_bwd(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    return jax.vjp(_product, *saved)[1](g)
+
+
+_tiled_product.defvjp(_tiled_product_fwd, _tiled_product_bwd)
+
+
+def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, *, deterministic: bool = False) -> Array:
+    """x times the transposed weight, plus the bias.
+
+    Args:
+      x: inputs, of the weight's dtype.
+      weight: `[*out, in]`; any number of output axes.
+      bias: `[*out]` or None.
+      deterministic: compute in fixed row tiles; a row's bits then do not depend on the number of tokens.
+
+    Returns:
+      `[tokens, *out]` in x's dtype.
+    """
+    product = _tiled_product if deterministic else _product
+    out = weight.shape[:-1]
+    y = product(x, weight.reshape(-1, weight.shape[-1])).reshape(x.shape[0], *out)
+    return y if bias is None else y + bias[None]
+
+
+def value(param: Any) -> Array:
+    """The array inside an nnx parameter."""
+    return param[...]
+
+
+def optional(param: Any) -> Array | None:
+    """The array inside an nnx parameter, or None where the model has none."""
+    return None if param is None else param[...]
+
+
+def new_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str, std: float | None = 0.02) -> nnx.Param:
+    """A parameter of normal noise of standard deviation `std`, or of zeros where it is None."""
+    array = jnp.zeros(shape, dtype) if std is None else jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(std, dtype)
+    return nnx.Param(array)
+
+
+class Norm(nnx.Module):
+    """RMS or layer normalisation over the last axis, computed in float32, returned in x's dtype."""
+
+    def __init__(self, kind: str, size: int, *, eps: float, plus_one: bool, dtype: str):
+        self.kind, self.eps, self.plus_one = kind, eps, plus_one
+        self.weight = nnx.Param(jnp.zeros(size, dtype) if plus_one else jnp.ones(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype)) if kind == "layer" else None
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        y = x.astype(jnp.float32)
+        shape = (1,) * (x.ndim - 1) + (-1,)
+        if self.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        weight = value(self.weight).astype(jnp.float32)
+        y = y * (weight + 1.0 if self.plus_one else weight).reshape(shape)
+        if self.bias is not None:
+            y = y + value(self.bias).astype(jnp.float32).reshape(shape)
+        return y.astype(x.dtype)
+
+
+def inverse_frequencies(rope: Rope) -> np.ndarray:
+    """Angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2]; "dynamic" before its rescaling.
+
+    Source: the formulas of transformers' `modeling_rope_utils` (linear, llama3, yarn), themselves from the papers they name.
+    """
+    pairs = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / rope.rotary_dim
+    freq = (1.0 / np.power(np.float32(rope.theta), pairs)).astype(np.float32)
+    if rope.kind == "linear":
+        return freq / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        turns = rope.original_max_seq_len * freq / (2 * np.pi)
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(keep, 0.0, 1.0).astype(np.float32)
+        return freq * keep + freq / np.float32(rope.factor) * (1 - keep)
+    if rope.kind == "yarn":
+
+        def pair_with(turns: float) -> float:  # the (fractional) pair that makes this many turns over the original context
+            wave = rope.original_max_seq_len / (turns * 2 * np.pi)
+            return rope.rotary_dim * np.log(wave) / (2 * np.log(rope.theta))
+
+        low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+        if rope.truncate:
+            low, high = np.floor(low), np.ceil(high)
+        low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+        ramp = (np.arange(rope.rotary_dim // 2, dtype=np.float32) - low) / (high - low if high > low else 0.001)
+        keep = 1 - np.clip(ramp, 0.0, 1.0).astype(np.float32)
+        return freq * keep + freq / np.float32(rope.factor) * (1 - keep)
+    return freq
+
+
+def rotary_tables(
+    rope: Rope, positions: Int[Array, " tokens"]
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """cos and sin of each token's angles, float32, attention factor included.
+
+    With dynamic scaling a token at position p turns by the frequencies of a context of max(p + 1, original) tokens: those
+    in force when it was decoded, so that its key never depends on what comes later.
+    """
+    freq = jnp.asarray(inverse_frequencies(rope))[None, :]
+    if rope.kind == "dynamic":
+        length = jnp.maximum(positions + 1, rope.original_max_seq_len).astype(jnp.float32)
+        grown = rope.factor * length / rope.original_max_seq_len - (rope.factor - 1)
+        base = rope.theta * grown ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        pairs = jnp.arange(0, rope.rotary_dim, 2, dtype=jnp.float32) / rope.rotary_dim
+        freq = 1.0 / (base[:, None] ** pairs[None, :])
+    angles = positions.astype(jnp.float32)[:, None] * freq
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(x: Float[Array, "tokens heads head_dim"], tables: tuple[Array, Array]) -> Float[Array, "tokens heads head_dim"]:
+    """Turn the leading 2 * half dimensions of each head: dimension i with dimension i + half (Hugging Face's layout)."""
+    cos, sin = (t[:, None, :] for t in tables)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)
+
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def activate(name: Activation, x: Array) -> Array:
+    """Apply an activation by its configuration name."""
+    return _ACTIVATIONS[name](x)
+
+
+class MLP(nnx.Module):
+    """The feed-forward half of a layer: `down(act(up(x)))`, or gated `down(act(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        c = config
+        self.config = c
+        up = (2, c.intermediate_size) if c.mlp == "gated" else (c.intermediate_size,)
+        self.up = new_param(rngs, (*up, c.hidden_size), c.dtype)
+        self.down = new_param(rngs, (c.hidden_size, c.intermediate_size), c.dtype)
+        self.up_bias = new_param(rngs, up, c.dtype, None) if c.mlp_bias else None
+        self.down_bias = new_param(rngs, (c.hidden_size,), c.dtype, None) if c.mlp_bias else None
+
+    def __call__(self, x: Float[Array, "tokens hidden"], *, deterministic: bool = False) -> Float[Array, "tokens hidden"]:
+        y = linear(x, value(self.up), optional(self.up_bias), deterministic=deterministic)
+        if self.config.mlp == "gated":
+            y = activate(self.config.activation, y[:, 0]) * y[:, 1]
+        else:
+            y = activate(self.config.activation, y)
+        return linear(y, value(self.down), optional(self.down_bias), deterministic=deterministic)

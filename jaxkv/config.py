@@ -95,6 +95,8 @@ class ModelConfig:
       activation: of the MLP.
       tie_embeddings: the logits use the embedding matrix.
       dtype: of the parameters and activations, and of the cache unless it says otherwise.
+      bos_token_id, eos_token_ids, pad_token_id: tokens that begin, end and pad a text, as the model's files name them; the
+        model itself never reads them.
 
     Raises:
       ValueError: a value is out of range or two disagree; the message shows them.
@@ -132,6 +134,9 @@ class ModelConfig:
     activation: Activation = "silu"
     tie_embeddings: bool = False
     dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
 
     def __post_init__(self):
         for name in (

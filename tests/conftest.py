@@ -18,7 +18,7 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
+install_import_hook(["jaxkv", "pallas_kernels"], "typecheck.check")
 
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 300
+MAX_LINES = 350
 
 # Each module may import those on earlier lines; those on one line are mates that do not know of one another.
 LAYERS = [
     {"config"},
+    {"cache_report"},
     {"kv_cache"},
     {"attention"},
     {"layers"},
     {"model"},
     {"sampling"},
+    {"step"},
     {"generate"},
     {"families"},
     {"weights"},
+    {"streaming"},
     {"engine"},
     {"server", "bench", "viz"},
     {"cli"},

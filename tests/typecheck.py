@@ -16,7 +16,7 @@ def _holds_arrays(annotation: Any) -> bool:
 
 
 def check(function: Callable) -> Callable:
-    """beartype, but for an `__init__` that takes arrays: that is a pytree's, and JAX rebuilds those with anything for leaves."""
+    """beartype, but for an `__init__` that takes arrays: a pytree's, which JAX rebuilds with any leaves."""
     if function.__name__ == "__init__":
         parameters = inspect.signature(function).parameters.values()
         if any(_holds_arrays(p.annotation) for p in parameters):

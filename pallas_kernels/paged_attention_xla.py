@@ -132,6 +132,15 @@ def weighted_values(p: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
     return lax.cond(jnp.all(jnp.isfinite(out)), lambda: out, masked)
 
 
+def tree_sum(x: jax.Array) -> jax.Array:
+    """Sum over the last axis (a power of two) by halving: `jnp.sum` cuts long inputs among threads, and then its bits
+    depend on how many rows there are."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
 def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
     """[batch, queries, heads, head_dim] -> [batch * kv_heads, queries * q_per_kv, head_dim]."""
     batch, queries, heads, head_dim = q.shape
@@ -164,7 +173,7 @@ def _attend_tile(problem: Problem, geo: Geometry, options: AttentionOptions) -> 
         new_top = jnp.maximum(top, jnp.max(s, axis=-1))
         p = jnp.exp(s - new_top[:, :, None])
         decay = jnp.exp(top - new_top)
-        total = total * decay + jnp.sum(p, axis=-1)
+        total = total * decay + tree_sum(p)
         if problem.v_scales is not None:
             p = jnp.where(seen, p * gather_block(problem.v_scales, rows)[:, None, :], 0.0)
         pv = weighted_values(p.astype(low), gather_block(v_pages, rows).astype(low), seen)

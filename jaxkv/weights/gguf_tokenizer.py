@@ -1,0 +1,155 @@
+"""A tokenizer from a GGUF file's metadata.
+
+Two kinds of vocabulary occur: byte-level BPE with its merges ("gpt2"), and SentencePiece BPE ("llama"), whose merges are not in
+the file and follow from the vocabulary: a piece's rank is its place in it.
+"""
+
+from typing import Any
+
+from jaxkv.weights.gguf_file import GGUFFile
+
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"  # SentencePiece's visible space
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> the expression that cuts text into words; None is GPT-2's own, "digits" cuts each digit off first.
+_SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "default": None,
+    "olmo": None,
+    "phi-2": None,
+    "mpt": None,
+    "smollm": "digits",
+    "starcoder": "digits",
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+def build_tokenizer(file: GGUFFile) -> Any:
+    """The transformers tokenizer a GGUF file describes, chat template included; None where it describes none.
+
+    Raises:
+      ValueError: the kind of tokenizer is not supported, or its entries do not fit together.
+    """
+    ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items() if k.startswith("tokenizer.ggml.")}
+    if "tokens" not in ggml:
+        return None
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = ggml.get("model")
+    if kind not in builders:
+        raise ValueError(f"{file.path} has an unsupported tokenizer.ggml.model={kind!r} (supported: {', '.join(builders)})")
+    from transformers import PreTrainedTokenizerFast  # here, because importing transformers takes a second
+
+    try:
+        backend = builders[kind](ggml, file.metadata["general.architecture"])
+        special = _special_tokens(ggml)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{file.path} has an incomplete tokenizer: {error!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
+    _add_begin_and_end(backend, ggml, kind)
+    context = file.metadata.get(f"{file.metadata['general.architecture']}.context_length")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
+    tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
+    return tokenizer
+
+
+def _special_tokens(ggml: dict[str, Any]) -> dict[str, str]:
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: ggml.get(f"{key}_token_id") for name, key in ids.items()}
+    return {name: ggml["tokens"][i] for name, i in found.items() if i is not None}
+
+
+def _byte_level(ggml: dict[str, Any], architecture: str) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = ggml.get("pre", "default")
+    if name not in _SPLITS:
+        raise ValueError(f"unsupported tokenizer.ggml.pre={name!r} (supported: {', '.join(_SPLITS)})")
+    vocab = {token: i for i, token in enumerate(ggml["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    split = _SPLITS[name]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (None, "digits"))]
+    if split == "digits":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif split is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if split is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, ggml)
+    return tokenizer
+
+
+def _sentencepiece(ggml: dict[str, Any], architecture: str) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    gemma = architecture.startswith("gemma")
+    # Gemma's files spell runs of spaces as spaces, where the text that is looked up has them as visible ones.
+    tokens = [_SPACE * len(t) if gemma and t and not t.strip(" ") else t for t in ggml["tokens"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = tokens[ggml.get("unknown_token_id", 0)]
+    byte_fallback = "<0x00>" in vocab
+    model = models.BPE(
+        vocab=vocab, merges=implied_merges(vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback
+    )
+    tokenizer = Tokenizer(model)
+    prefix = ggml.get("add_space_prefix", not gemma)
+    visible = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), visible]) if prefix else visible
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    _add_tokens(tokenizer, {**ggml, "tokens": tokens})
+    return tokenizer
+
+
+def implied_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """All ways to join two pieces into a third, the earliest pieces of the vocabulary first."""
+    found = []
+    for piece, rank in vocab.items():
+        splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        pairs = [(vocab[a], vocab[b], a, b) for a, b in splits if a in vocab and b in vocab]
+        found += [(rank, *pair) for pair in pairs]
+    found.sort()
+    return [(a, b) for *_, a, b in found]
+
+
+def _add_tokens(tokenizer: Any, ggml: dict[str, Any]) -> None:
+    """Tokens that are never cut: control tokens, and those a user defined."""
+    from tokenizers import AddedToken
+
+    kinds = ggml.get("token_type") or []
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        tokens = [t for t, kind in zip(ggml["tokens"], kinds) if kind == wanted and t]
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(t, normalized=False, special=special) for t in tokens])
+
+
+def _add_begin_and_end(tokenizer: Any, ggml: dict[str, Any], kind: str) -> None:
+    """Put the begin and end tokens around every text where the file says so."""
+    from tokenizers import processors
+
+    begin = ggml.get("add_bos_token", kind == "llama") and ggml.get("bos_token_id") is not None
+    end = ggml.get("add_eos_token", False) and ggml.get("eos_token_id") is not None
+    ids = [ggml[f"{name}_token_id"] for name, wanted in (("bos", begin), ("eos", end)) if wanted]
+    if not ids:
+        return
+    special = [(ggml["tokens"][i], i) for i in ids]
+    first, last = [special[0][0]] if begin else [], [special[-1][0]] if end else []
+    single, pair = [*first, "$A", *last], [*first, "$A", *last, *first, "$B:1", *last]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)

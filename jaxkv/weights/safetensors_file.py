@@ -1,0 +1,118 @@
+"""Safetensors: the tensors of a Hugging Face folder, in one file or in shards; and a writer that streams."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxkv.families import Family
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CODES = {name: code for code, name in _NAMES.items()}
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it holds no JSON object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, expected an object")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder.
+
+    Raises:
+      FileNotFoundError: there are none, or shards that the index names are missing.
+      ValueError: the index is broken.
+    """
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        names = index.get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+            raise ValueError(f"{folder / INDEX} has no weight_map")
+        files = [folder / name for name in sorted(set(names.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise FileNotFoundError(f"{folder} lacks {len(missing)} of its {len(files)} weight files: {', '.join(missing)}")
+        return files
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5") for p in folder.glob(pattern))
+    hint = f"; it has {', '.join(others)}, which must be converted to safetensors first" if others else ""
+    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+class SafetensorsSource:
+    """The tensors of a model folder, see `jaxkv.weights.source.Source`.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is no safetensors file, or is truncated; or two hold the same tensor.
+    """
+
+    def __init__(self, folder: Path, family: Family):
+        self.where, self.harmless = str(folder), family.harmless
+        self._family = family
+        self._files: dict[str, Path] = {}
+        self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        for path in weight_files(folder):
+            try:
+                with safe_open(path, framework="numpy") as file:
+                    for name in file.keys():  # noqa: SIM118, it is no dict
+                        entry = file.get_slice(name)
+                        if name in self._files:
+                            raise ValueError(f"{path} and {self._files[name]} both hold the tensor {name}")
+                        self._files[name] = path
+                        self.tensors[name] = (tuple(entry.get_shape()), _NAMES.get(entry.get_dtype(), entry.get_dtype()))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+    def spellings(self, name: str) -> Sequence[str]:
+        """The table's name, its older forms, and the one a bare model's file has."""
+        older = [theirs for theirs, ours in self._family.aliases if ours == name]
+        return [name, *older, *([name.removeprefix(self._family.prefix)] if name.startswith(self._family.prefix) else [])]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor; the file is opened for each, so that none of its pages stay mapped."""
+        with safe_open(self._files[name], framework="numpy") as file:
+            return file.get_tensor(name)
+
+
+def write_safetensors(path: Path, entries: Iterable[tuple[str, tuple[int, ...]]], dtype: str, read: Callable) -> None:
+    """Write a safetensors file tensor by tensor.
+
+    Args:
+      path: file to write.
+      entries: name and shape of each tensor, in order.
+      dtype: of all of them.
+      read: name -> the tensor, an array of that shape and dtype; called once each, in order.
+    """
+    entries = list(entries)
+    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    header: dict[str, Mapping] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for name, shape in entries:
+        begin, end = end, end + itemsize * int(np.prod(shape))
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in entries:
+            tensor = np.ascontiguousarray(read(name))
+            assert tensor.shape == tuple(shape) and tensor.dtype.name == dtype, (name, tensor.shape, tensor.dtype)
+            file.write(memoryview(tensor.reshape(-1).view(np.uint8)))

@@ -1,7 +1,7 @@
 """Text out of tokens as they come: never half a character, and several texts in a readable order."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -9,18 +9,35 @@ if TYPE_CHECKING:
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes bytes into that are no character (yet)."""
 
-LONGEST_CHARACTER = 8
-"""Tokens after which unfinished bytes are taken as they are: a character has 4 bytes at most, plus what was joined to it."""
+MAX_INCOMPLETE = 3
+"""Bytes an unfinished character can have, and so how much of a text's end may still change."""
 
 # What may not reach a terminal: everything that could move the cursor or start an escape sequence, but tab and newline.
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
+@runtime_checkable
+class Terminal(Protocol):
+    """What is asked of a place to write to; files have it, and so has `io.StringIO`."""
+
+    def write(self, text: str, /) -> object:
+        """Writes text."""
+        ...
+
+    def flush(self) -> None:
+        """Makes it visible."""
+        ...
+
+    def isatty(self) -> bool:
+        """Whether somebody is looking."""
+        ...
+
+
 class Detokenizer:
     """Turns a growing list of tokens into text that only ever gets longer.
 
-    A window of the latest tokens is decoded twice, with and without the new ones, and the difference is the new text: decoding
-    depends on the neighbours (a leading blank, a character split over tokens), but not on those far away.
+    A window of the latest tokens is decoded: decoding depends on the neighbours (a leading blank, a character split over
+    tokens), but not on those far away. A character that never becomes complete stays out of the text.
 
     Args:
       tokenizer: anything with transformers' `decode`.
@@ -29,32 +46,31 @@ class Detokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self._context = 0  # tokens[_context:_read] are out already and are decoded again as the new ones' neighbours
-        self._read = 0
+        self._start = 0  # of the window
+        self._next_start = 0  # tokens[_start:_next_start] are the neighbours of what is new
+        self._out = 0  # characters of the window's text that are out already
 
     def add(self, token: int) -> str:
         """The text that one more token makes certain; "" while a character is incomplete."""
         self.tokens.append(token)
-        new = self._pending()
-        unfinished = new.endswith(INCOMPLETE) and len(self.tokens) - self._read < LONGEST_CHARACTER
-        if not new or unfinished:
-            return ""
-        self._context, self._read = self._read, len(self.tokens)
+        text = self._decode()
+        certain = _without_unfinished(text)
+        new = certain[self._out :]
+        self._out = max(self._out, len(certain))
+        if new and certain == text:
+            self._start, self._next_start = self._next_start, len(self.tokens)
+            self._out = len(self._decode())
         return new
 
-    def finish(self) -> str:
-        """What is left at the end, without the bytes of a character that never became complete."""
-        new = self._pending().rstrip(INCOMPLETE)
-        self._context = self._read = len(self.tokens)
-        return new
+    def _decode(self) -> str:
+        window = self.tokens[self._start :]
+        return str(self.tokenizer.decode(window, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _pending(self) -> str:
-        known = self._decode(self.tokens[self._context : self._read])
-        return self._decode(self.tokens[self._context :])[len(known) :]
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text if isinstance(text, str) else "".join(text)
+def _without_unfinished(text: str) -> str:
+    for _ in range(MAX_INCOMPLETE):
+        text = text.removesuffix(INCOMPLETE)
+    return text
 
 
 class TextStream:
@@ -69,7 +85,7 @@ class TextStream:
       bold: write titles in bold.
     """
 
-    def __init__(self, out: TextIO, titles: Sequence[str], *, bold: bool = False):
+    def __init__(self, out: Terminal, titles: Sequence[str], *, bold: bool = False):
         self.out, self.titles, self.bold = out, list(titles), bold
         self._terminal = out.isatty()
         self._waiting = [""] * len(self.titles)
@@ -140,7 +156,6 @@ class Answers:
             self._end(index)
 
     def _end(self, index: int) -> None:
-        self._say(index, self._detokenizers[index].finish())
         if self.stream is not None:
             self.stream.end(index)
 

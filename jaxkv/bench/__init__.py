@@ -1,0 +1,6 @@
+"""Measurements, each runnable on its own.
+
+jaxkv bench decode                          prefill and decode speed, next to the memory-bandwidth limit
+python -m jaxkv.bench.against_transformers  decode next to transformers on torch, same weights and threads
+python -m jaxkv.bench.pool_size             time per step with a pool of 1 and of 50 times the pages needed
+"""

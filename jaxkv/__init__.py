@@ -1,0 +1,31 @@
+"""jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`."""
+
+from jaxkv.config import CacheConfig, ModelConfig, Rope
+from jaxkv.generate import GenerateOutput, GenerateStats, Token, generate, stream
+from jaxkv.kv_cache import CacheStats, PagedKVCache
+from jaxkv.model import Decoder
+from jaxkv.sampling import Sampling, sample
+from jaxkv.score import score
+from jaxkv.step import StepInputs, extend, step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheConfig",
+    "CacheStats",
+    "Decoder",
+    "GenerateOutput",
+    "GenerateStats",
+    "ModelConfig",
+    "PagedKVCache",
+    "Rope",
+    "Sampling",
+    "StepInputs",
+    "Token",
+    "extend",
+    "generate",
+    "sample",
+    "score",
+    "step",
+    "stream",
+]

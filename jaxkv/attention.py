@@ -15,6 +15,10 @@ import pallas_kernels
 from jaxkv.kv_cache import Pages
 
 
+PAGE = 16
+"""Page size of the pages that deterministic `Dense` attention makes for itself; the result does not depend on it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """What is fixed about a layer's attention: factor on q.k, sliding window in tokens, soft cap of the scores."""
@@ -24,21 +28,25 @@ class AttentionSpec:
     soft_cap: float | None = None
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Causal attention within `batch` whole sequences of `seq` tokens; memory grows with seq squared.
+    """Causal attention within `batch` whole sequences of `seq` tokens.
 
     Attributes:
       batch, seq: the flat tokens are `[batch * seq]`.
-      deterministic: see `jaxkv.score`.
+      deterministic: run the very computation of `Paged`, over pages made of the sequences' own keys and values, so that the
+        bits are those of decoding. Otherwise one product per sequence, whose memory grows with seq squared.
     """
 
-    batch: int = dataclasses.field(metadata={"static": True})
-    seq: int = dataclasses.field(metadata={"static": True})
+    batch: int
+    seq: int
+    deterministic: bool = False
 
     def __call__(self, spec: AttentionSpec, q: Array, k: Array, v: Array, pages: Pages | None) -> tuple[Array, Pages | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> context like q; pages pass through."""
+        return (self._as_pages if self.deterministic else self._whole)(spec, q, k, v), pages
+
+    def _whole(self, spec: AttentionSpec, q: Array, k: Array, v: Array) -> Array:
         kv_heads, head_dim = k.shape[1:]
         q4 = q.reshape(self.batch, self.seq, kv_heads, -1, head_dim)
         k4, v4 = (x.reshape(self.batch, self.seq, kv_heads, head_dim) for x in (k, v))
@@ -47,7 +55,29 @@ class Dense:
             scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
         scores = jnp.where(causal_mask(self.seq, spec.window)[None, None, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v4).reshape(q.shape), pages
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v4).reshape(q.shape)
+
+    def _as_pages(self, spec: AttentionSpec, q: Array, k: Array, v: Array) -> Array:
+        kv_heads, head_dim = k.shape[1:]
+        per_seq = -(-self.seq // PAGE)
+
+        def cut(x: Array) -> Array:
+            x = jnp.pad(x.reshape(self.batch, self.seq, kv_heads, head_dim), ((0, 0), (0, per_seq * PAGE - self.seq), (0, 0), (0, 0)))
+            return x.reshape(self.batch * per_seq, PAGE, kv_heads, head_dim).swapaxes(1, 2)
+
+        tables = jnp.arange(self.batch * per_seq, dtype=jnp.int32).reshape(self.batch, per_seq)
+        out = pallas_kernels.paged_attention(
+            q.reshape(self.batch, self.seq, *q.shape[1:]),
+            cut(k),
+            cut(v),
+            tables,
+            jnp.full(self.batch, self.seq, jnp.int32),
+            scale=spec.scale,
+            sliding_window=spec.window,
+            logits_soft_cap=spec.soft_cap,
+            deterministic=True,
+        )
+        return out.reshape(q.shape)
 
 
 def causal_mask(seq: int, window: int | None) -> Bool[Array, "seq seq"]:

@@ -163,7 +163,7 @@ class PagedKVCache:
         row = jnp.arange(self.max_seqs)
         earlier = partly[None, :] & (page[None, :] == page[:, None]) & (row[None, :] < row[:, None])
         copies = partly & (self.ref_counts[page] - jnp.sum(earlier, axis=1) > 1)
-        return jnp.where(writers, grow + copies, 0), copies
+        return jnp.where(writers, grow + copies.astype(jnp.int32), 0), copies
 
     def allocate(self, num_tokens: Int[Array, " seqs"], *, max_tokens: int | None = None) -> "PagedKVCache":
         """Room for more tokens; `lengths` stay as they are.
@@ -242,6 +242,12 @@ class PagedKVCache:
         empty = jnp.zeros_like(self.block_tables)
         update = lambda c: c._retable(rows, empty, jnp.zeros_like(c.lengths))  # noqa: E731
         return when(jnp.any(rows & (self.block_tables[:, 0] != 0)), update, cache)
+
+    def pages_freed_by(self, rows: Bool[Array, " seqs"]) -> Int[Array, ""]:
+        """Pages that freeing the rows would return to the pool: those that no other row names."""
+        lost = jnp.where(rows[:, None] & (self.block_tables != 0), self.block_tables, self.num_pages)
+        named = jnp.zeros(self.num_pages, jnp.int32).at[lost].add(1, mode="drop")
+        return jnp.sum((named > 0) & (named == self.ref_counts), dtype=jnp.int32)
 
     def _mask(self, rows: Array) -> Array:
         rows = jnp.asarray(rows)

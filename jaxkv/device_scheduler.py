@@ -1,0 +1,328 @@
+"""Continuous batching on the device: the scheduler behind `generate`, all of it arrays, so that it runs inside any jit.
+
+Words: a *request* is one sample of one prompt, number `prompt * num_samples + sample`; a *row* is a place in the batch.
+
+    waiting requests                         rows of the batch                       results
+    preempted: [5]   next: 9, 10, ...  --->  row_request = [3 | 8 | 4 | none]  --->  tokens[request, :out_lengths[request]]
+                     admit: a row ends, the lowest waiting request moves in          a row ended: its pages go back
+                     preempt: no page left, the youngest row's request moves back
+
+A row's tokens are its request's prompt and what it has generated. What is not in the cache yet is *missing*: one token means
+decode, more mean prefill, in chunks. After a preemption everything is missing and is computed again: nothing else happens.
+
+Samples of one prompt share its pages: a request is admitted by a fork of a row with the same prompt, short of the prompt's last
+token, whose logits it needs. While that row still prefills, the request waits.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import io_callback
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxkv.kv_cache import PagedKVCache, when
+from jaxkv.model import Decoder
+from jaxkv.sampling import Sampling, sample, token_logprobs
+from jaxkv.step import StepInputs, step
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is fixed for a run, and static under jit.
+
+    Attributes:
+      num_samples: requests per prompt.
+      chunk: tokens of a prefill chunk.
+      sampled: whether any row may sample (else it is not compiled).
+      implementation, deterministic: see `jaxkv.step.step`.
+      on_token: host callback (prompt, sample, position, token), or None.
+    """
+
+    num_samples: int
+    chunk: int
+    sampled: bool
+    implementation: str | None
+    deterministic: bool
+    on_token: Callable[[int, int, int, int], None] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What was asked for; constant during a run. One entry per prompt, whose samples all share it.
+
+    Attributes:
+      prompts, prompt_lengths: token ids, each row's first `prompt_lengths` are real.
+      limits: tokens to generate at most.
+      keys: source of randomness.
+      sampling: with arrays.
+      eos: i32[n], ids that end a sequence; n may be 0.
+    """
+
+    prompts: Int[Array, "num_prompts width"]
+    prompt_lengths: Int[Array, " num_prompts"]
+    limits: Int[Array, " num_prompts"]
+    keys: Key[Array, " num_prompts"]
+    sampling: Sampling
+    eos: Int[Array, " ends"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """State of a run; goes round the loop and is updated in place.
+
+    Attributes:
+      cache: of `seqs` rows.
+      row_request: i32[seqs], the request in each row, or `requests` for none.
+      preempted: i32[seqs], requests that wait because they were preempted, ascending, filled up with `requests`.
+      next: i32[], first request never admitted.
+      tokens, logprobs, sampled_logprobs: [requests, max_new], results; the latter two under the model's own distribution
+        and under the sampled one.
+      out_lengths: i32[requests], tokens generated.
+      finished: bool[requests], ended by an end token.
+      steps, preemptions, peak_pages: i32[], counters.
+      held_slots, empty_slots: f32[], slots of used pages and those of them without a token, summed over the steps.
+    """
+
+    cache: PagedKVCache
+    row_request: Int[Array, " seqs"]
+    preempted: Int[Array, " seqs"]
+    next: Int[Array, ""]
+    tokens: Int[Array, "requests max_new"]
+    logprobs: Float[Array, "requests max_new"]
+    sampled_logprobs: Float[Array, "requests max_new"]
+    out_lengths: Int[Array, " requests"]
+    finished: Bool[Array, " requests"]
+    steps: Int[Array, ""]
+    preemptions: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+    held_slots: Float[Array, ""]
+    empty_slots: Float[Array, ""]
+
+    @property
+    def requests(self) -> int:
+        """Number of requests, and the value that stands for none."""
+        return self.finished.shape[0]
+
+    @property
+    def live(self) -> Array:
+        """bool[seqs], rows with a request."""
+        return self.row_request < self.requests
+
+    def known(self, job: Job, plan: Plan, request: Array) -> Array:
+        """Tokens known of each request: its prompt and what it has generated; 0 for none."""
+        length = job.prompt_lengths.at[request // plan.num_samples].get(mode="fill", fill_value=0)
+        return length + self.out_lengths.at[request].get(mode="fill", fill_value=0)
+
+    def missing(self, job: Job, plan: Plan) -> Array:
+        """i32[seqs], known tokens of each row that are not in the cache."""
+        return jnp.where(self.live, self.known(job, plan, self.row_request) - self.cache.lengths, 0)
+
+    def done(self, job: Job, plan: Plan, request: Array) -> Array:
+        """Which requests have all their tokens."""
+        limit = job.limits.at[request // plan.num_samples].get(mode="fill", fill_value=0)
+        count = self.out_lengths.at[request].get(mode="fill", fill_value=0)
+        return self.finished.at[request].get(mode="fill", fill_value=False) | (count >= limit)
+
+    def token_at(self, job: Job, plan: Plan, request: Array, position: Array) -> Array:
+        """Known token of a request at a position."""
+        prompt = jnp.minimum(request, self.requests - 1) // plan.num_samples
+        length = job.prompt_lengths[prompt]
+        given = job.prompts.at[prompt, position].get(mode="clip")
+        made = self.tokens.at[request, position - length].get(mode="clip")
+        return jnp.where(position < length, given, made)
+
+
+def start(cache: PagedKVCache, num_requests: int, max_new: int) -> Run:
+    """The state before anything is admitted."""
+    seqs = cache.max_seqs
+    nobody = jnp.full(seqs, num_requests, jnp.int32)
+    zero, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    shape = (num_requests, max_new)
+    floats = jnp.zeros(shape, jnp.float32)
+    lengths, finished = jnp.zeros(num_requests, jnp.int32), jnp.zeros(num_requests, bool)
+    tokens = jnp.full(shape, -1, jnp.int32)
+    return Run(cache, nobody, nobody, zero, tokens, floats, floats, lengths, finished, zero, zero, zero, none, none)
+
+
+def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None = None) -> Run:
+    """Step until everything is done, or until `run.steps` reaches `until`.
+
+    Steps with a prefill chunk and steps of decode rows alone are two programs, so that the latter do not pay for an empty
+    chunk: the outer loop takes the former, the inner one the latter.
+    """
+
+    def going(r: Run) -> Array:
+        more = jnp.any(r.live)
+        return more if until is None else more & (r.steps < until)
+
+    def decoding(r: Run) -> Array:
+        return going(r) & ~jnp.any(r.missing(job, plan) > 1)
+
+    def turn(r: Run, chunk: int) -> Run:
+        return schedule(job, run_step(model, job, r, plan, chunk), plan)
+
+    def with_chunk(r: Run) -> Run:
+        return lax.while_loop(decoding, lambda r: turn(r, 0), turn(r, plan.chunk))
+
+    run = schedule(job, run, plan)
+    run = lax.while_loop(decoding, lambda r: turn(r, 0), run)
+    return lax.while_loop(going, with_chunk, run)
+
+
+def schedule(job: Job, run: Run, plan: Plan) -> Run:
+    """Empty the rows whose requests are done, and fill empty rows with waiting requests."""
+    ended = run.live & run.done(job, plan, run.row_request)
+    waiting = (run.next < run.requests) | (run.preempted[0] < run.requests)
+    return when(jnp.any(ended) | (waiting & jnp.any(~run.live)), lambda r: _admit(job, r, plan), run)
+
+
+def _admit(job: Job, run: Run, plan: Plan) -> Run:
+    cache, none = run.cache, run.requests
+    ended = run.live & run.done(job, plan, run.row_request)
+    empty = ended | ~run.live
+    # The n-th empty row is offered the n-th waiting request: the preempted first, then those never admitted.
+    nth = jnp.cumsum(empty, dtype=jnp.int32) - 1
+    num_preempted = jnp.sum(run.preempted < none, dtype=jnp.int32)
+    fresh = jnp.minimum(run.next + nth - num_preempted, none)
+    offer = jnp.where(nth < num_preempted, run.preempted.at[nth].get(mode="clip"), fresh)
+    offer = jnp.where(empty, offer, none)
+    source, shared, blocked = _find_source(job, run, plan, offer, nth, ended)
+
+    known = run.known(job, plan, offer)
+    spared = jnp.where((shared > 0) & ~ended[source], shared // cache.page_size, 0)
+    need = jnp.where(offer < none, -(-known // cache.page_size) - spared, 0)
+    owed = -(-run.known(job, plan, run.row_request) // cache.page_size) - cache.pages_held()
+    owed = jnp.sum(jnp.where(run.live & ~ended, jnp.maximum(owed, 0), 0))
+    room = cache.num_free + cache.pages_freed_by(ended) - owed
+    refused = empty & ((offer == none) | blocked | (jnp.cumsum(need) > room))
+    first_refused = jnp.min(jnp.where(refused, nth, cache.max_seqs))
+    # With nothing running the first one always fits: the pool was checked to hold the longest sequence.
+    alone = ~jnp.any(run.live & ~ended)
+    admitted = empty & (offer < none) & ((nth < first_refused) | (alone & (nth == 0)))
+
+    count = jnp.sum(admitted, dtype=jnp.int32)
+    returned = jnp.minimum(count, num_preempted)
+    shifted = run.preempted.at[jnp.arange(cache.max_seqs) + returned].get(mode="fill", fill_value=none)
+    lengths = jnp.where(admitted, shared, 0)
+    return dataclasses.replace(
+        run,
+        cache=cache.assign(ended | admitted, jnp.where(admitted, source, jnp.arange(cache.max_seqs)), lengths),
+        row_request=jnp.where(admitted, offer, jnp.where(ended, none, run.row_request)),
+        preempted=shifted,
+        next=run.next + count - returned,
+    )
+
+
+def _find_source(
+    job: Job, run: Run, plan: Plan, offer: Array, nth: Array, ended: Array
+) -> tuple[Int[Array, " seqs"], Int[Array, " seqs"], Bool[Array, " seqs"]]:
+    """For each row's offered request: a row whose prompt pages it can share, how many tokens, and whether it should wait
+    for a row that is still computing them."""
+    rows = jnp.arange(run.cache.max_seqs, dtype=jnp.int32)
+    if plan.num_samples == 1:
+        return rows, jnp.zeros_like(rows), jnp.zeros(rows.shape, bool)
+    prompt = offer // plan.num_samples
+    shared = job.prompt_lengths.at[prompt].get(mode="fill", fill_value=1) - 1
+    same = run.live[None, :] & (run.row_request[None, :] // plan.num_samples == prompt[:, None]) & (shared > 0)[:, None]
+    ready = same & (run.cache.lengths[None, :] >= shared[:, None])
+    source = jnp.argmax(ready.astype(jnp.int32) * jnp.where(ended, 1, 2)[None, :], axis=1).astype(jnp.int32)
+    found = jnp.any(ready, axis=1)
+    computing = jnp.any(same & ~ended[None, :], axis=1)
+    offered_earlier = (offer < run.requests)[None, :] & (offer[None, :] // plan.num_samples == prompt[:, None])
+    offered_earlier = jnp.any(offered_earlier & (nth[None, :] < nth[:, None]) & (shared > 0)[:, None], axis=1)
+    return source, jnp.where(found, shared, 0), ~found & (computing | offered_earlier)
+
+
+def _inputs(job: Job, run: Run, plan: Plan, chunk: int) -> StepInputs:
+    """The next tokens: one of each decoding row, and a chunk of the oldest row that is still prefilling."""
+    missing, lengths = run.missing(job, plan), run.cache.lengths
+    decode = run.token_at(job, plan, run.row_request, lengths)
+    age = jnp.where(missing > 1, run.row_request, run.requests)
+    row = jnp.argmin(age).astype(jnp.int32)
+    count = jnp.minimum(jnp.where(missing[row] > 1, missing[row], 0), chunk)
+    position = lengths[row] + jnp.arange(chunk, dtype=jnp.int32)
+    piece = run.token_at(job, plan, jnp.broadcast_to(run.row_request[row], position.shape), position)
+    return StepInputs(decode, (missing == 1).astype(jnp.int32), piece, row, count)
+
+
+def _make_room(job: Job, run: Run, plan: Plan, chunk: int) -> Run:
+    """Preempt the youngest rows until the pages of the next step are there."""
+
+    def short(r: Run) -> Array:
+        num_tokens = _inputs(job, r, plan, chunk).num_tokens()
+        return jnp.sum(r.cache.pages_needed(num_tokens)) > r.cache.num_free
+
+    def preempt(r: Run) -> Run:
+        youngest = jnp.argmax(jnp.where(r.live, r.row_request, -1))
+        row = jnp.arange(r.cache.max_seqs) == youngest
+        return dataclasses.replace(
+            r,
+            cache=r.cache.free(row),
+            row_request=jnp.where(row, r.requests, r.row_request),
+            preempted=jnp.sort(r.preempted.at[-1].set(r.row_request[youngest])),
+            preemptions=r.preemptions + 1,
+        )
+
+    return lax.while_loop(short, preempt, run)
+
+
+def run_step(model: Decoder, job: Job, run: Run, plan: Plan, chunk: int) -> Run:
+    """One step of the model, and the tokens it gives."""
+    run = _make_room(job, run, plan, chunk)
+    inputs = _inputs(job, run, plan, chunk)
+    num_tokens = inputs.num_tokens()
+    known = run.known(job, plan, run.row_request)
+    cache = run.cache.allocate(num_tokens, max_tokens=max(chunk, 1))
+    logits, cache = step(
+        model, cache, inputs, implementation=plan.implementation, deterministic=plan.deterministic
+    )
+    produced = (num_tokens > 0) & (cache.lengths == known)
+    used = cache.num_pages - 1 - cache.num_free
+    empty = jnp.sum(jnp.where(run.live, cache.pages_held() * cache.page_size - cache.lengths, 0))
+    run = dataclasses.replace(
+        run,
+        cache=cache,
+        steps=run.steps + 1,
+        peak_pages=jnp.maximum(run.peak_pages, used),
+        held_slots=run.held_slots + (used * cache.page_size).astype(jnp.float32),
+        empty_slots=run.empty_slots + empty.astype(jnp.float32),
+    )
+    return _choose(job, run, plan, logits, known, produced)
+
+
+def _choose(job: Job, run: Run, plan: Plan, logits: Array, position: Array, produced: Array) -> Run:
+    """Sample a token for each row that got new logits, and note it."""
+    request = jnp.where(run.live, run.row_request, 0)
+    prompt, nth = request // plan.num_samples, request % plan.num_samples
+    with jax.named_scope("sample"):
+        keys = None
+        if plan.sampled:
+            keys = jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(job.keys[prompt], nth, position)
+        token, sampled_logprob = sample(logits, job.sampling.at(prompt), keys)
+        logprob = token_logprobs(logits, token)
+    ends = jnp.any(token[:, None] == job.eos[None, :], axis=1)
+    if plan.on_token is not None:
+        io_callback(_caller(plan.on_token), None, prompt, nth, position, token, produced, ordered=True)
+    place = (jnp.where(produced, request, run.requests), run.out_lengths[request])
+    return dataclasses.replace(
+        run,
+        tokens=run.tokens.at[place].set(token, mode="drop"),
+        logprobs=run.logprobs.at[place].set(logprob, mode="drop"),
+        sampled_logprobs=run.sampled_logprobs.at[place].set(sampled_logprob, mode="drop"),
+        out_lengths=run.out_lengths.at[place[0]].add(1, mode="drop"),
+        finished=run.finished.at[place[0]].max(ends, mode="drop"),
+    )
+
+
+def _caller(on_token: Callable[[int, int, int, int], None]) -> Callable[..., None]:
+    def call(prompt: Array, nth: Array, position: Array, token: Array, produced: Array) -> None:
+        for row in range(len(produced)):
+            if produced[row]:
+                on_token(int(prompt[row]), int(nth[row]), int(position[row]), int(token[row]))
+
+    return call

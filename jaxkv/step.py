@@ -1,0 +1,203 @@
+"""One step of the model through the cache, and `extend`, the step by hand.
+
+`step` runs decode rows and at most one prefill chunk through the layers together, so that the weights are read once; only
+attention tells the two apart. Everything that generates runs through here.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.attention import Paged, Segment
+from jaxkv.config import pages_for
+from jaxkv.kv_cache import PagedKVCache
+from jaxkv.model import Decoder
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """New tokens of one step.
+
+    Attributes:
+      decode_tokens: i32[seqs], the next token of each row.
+      decode_count: i32[seqs], 1 where the row takes part, else 0.
+      chunk_tokens: i32[chunk], a piece of one row's prompt; chunk may be 0.
+      chunk_row: i32[], that row (its decode_count is 0).
+      chunk_count: i32[], how many of the chunk's first tokens are real.
+    """
+
+    decode_tokens: Int[Array, " seqs"]
+    decode_count: Int[Array, " seqs"]
+    chunk_tokens: Int[Array, " chunk"]
+    chunk_row: Int[Array, ""]
+    chunk_count: Int[Array, ""]
+
+    def num_tokens(self) -> Int[Array, " seqs"]:
+        """New tokens per row."""
+        if self.chunk_tokens.shape[0] == 0:
+            return self.decode_count
+        row = jnp.arange(self.decode_count.shape[0])
+        return self.decode_count + jnp.where(row == self.chunk_row, self.chunk_count, 0)
+
+
+def step(
+    model: Decoder,
+    cache: PagedKVCache,
+    inputs: StepInputs,
+    *,
+    implementation: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Float[Array, "seqs vocab"], PagedKVCache]:
+    """Decode rows and one prefill chunk through the model.
+
+    The pages for the new tokens must have been allocated; a row that could not get them must not take part.
+
+    Args:
+      model: the decoder.
+      cache: donated.
+      inputs: the new tokens.
+      implementation: of the attention kernel, see `pallas_kernels.paged_attention`.
+      deterministic: a row's bits do not depend on what else is in the step.
+
+    Returns:
+      Logits of each row's last new token (of rows without new tokens: unspecified), and the cache.
+    """
+    cache = cache.advance(inputs.num_tokens())
+    seqs, chunk = inputs.decode_tokens.shape[0], inputs.chunk_tokens.shape[0]
+    tokens = inputs.decode_tokens
+    segments = [Segment(cache.block_tables, cache.lengths, inputs.decode_count, queries=1)]
+    if chunk:
+        tokens = jnp.concatenate([tokens, inputs.chunk_tokens])
+        row = inputs.chunk_row[None]
+        segments.append(Segment(cache.block_tables[row], cache.lengths[row], inputs.chunk_count[None], queries=chunk))
+    attend = Paged.over(tuple(segments), cache.page_size, implementation=implementation, deterministic=deterministic)
+    hidden, pages = model.forward(tokens, attend.positions(), attend, cache.pages, deterministic=deterministic)
+    assert pages is not None
+    last = hidden[:seqs]
+    if chunk:
+        row = jnp.where(inputs.chunk_count > 0, inputs.chunk_row, seqs)  # an empty chunk must not touch the row it names
+        last = last.at[row].set(hidden[seqs + jnp.maximum(inputs.chunk_count - 1, 0)], mode="drop")
+    return model.logits(last, deterministic=deterministic), cache.with_pages(pages)
+
+
+def check_tokens(tokens: Array, vocab_size: int) -> None:
+    """Raise ValueError if a token id, where it is known now, is outside the vocabulary."""
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    wrong = np.asarray(tokens)[(np.asarray(tokens) < 0) | (np.asarray(tokens) >= vocab_size)]
+    if wrong.size:
+        raise ValueError(f"token id {wrong[0]} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def extend(
+    model: Decoder,
+    cache: PagedKVCache,
+    tokens: Int[Array, "seqs chunk"],
+    num_tokens: Int[Array, " seqs"],
+    *,
+    all_logits: bool = False,
+    implementation: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Float[Array, "seqs *chunk vocab"], PagedKVCache]:
+    """Append tokens to every row of the cache: allocates pages, writes keys and values, attends.
+
+    Prefill, a later chunk of it, and decode (chunk = 1) are this one call.
+
+    Args:
+      model: the decoder.
+      cache: donated when called outside jit: use the returned one.
+      tokens: token ids, each row's real ones first.
+      num_tokens: how many of each row's tokens are real, 0 to chunk; 0 leaves a row as it is.
+      all_logits: return logits of all positions instead of each row's last.
+      implementation: of the attention kernel, see `pallas_kernels.paged_attention`.
+      deterministic: a row's bits do not depend on its batch mates, nor on how its tokens are cut into chunks.
+
+    Returns:
+      float32 logits, `[seqs, vocab]` of each row's last new token, or `[seqs, chunk, vocab]`; zeros where there is no new
+      token. And the cache. Inside jit a row that gets no pages takes none of its tokens, and `cache.out_of_pages` says so.
+
+    Raises:
+      ValueError: (outside jit) a token id or a count is out of range, a row would outgrow its table or the model, or the pool
+        has too few free pages; nothing has happened then, and the cache given is still good.
+    """
+    tokens, num_tokens = jnp.asarray(tokens), jnp.asarray(num_tokens)
+    if tokens.ndim != 2 or tokens.shape[0] != cache.max_seqs or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be [seqs, chunk] with seqs = {cache.max_seqs} and chunk > 0, got shape {tokens.shape}")
+    if num_tokens.shape != (cache.max_seqs,):
+        raise ValueError(f"num_tokens must be [seqs] = [{cache.max_seqs}], got shape {num_tokens.shape}")
+    static = (all_logits, implementation, deterministic)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((model, cache, tokens, num_tokens))):
+        return _extend(model, cache, tokens, num_tokens, *static)
+    check_tokens(jnp.where(jnp.arange(tokens.shape[1])[None] < num_tokens[:, None], tokens, 0), model.config.vocab_size)
+    _check_room(cache, np.asarray(num_tokens), tokens.shape[1])
+    return _extend_jit(model, cache, tokens, num_tokens, *static)
+
+
+def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, chunk: int) -> None:
+    wrong = np.flatnonzero((num_tokens < 0) | (num_tokens > chunk))
+    if wrong.size:
+        raise ValueError(f"num_tokens[{wrong[0]}] is {num_tokens[wrong[0]]}, but must be 0 to {chunk}")
+    lengths, most = np.asarray(cache.lengths), cache.pages_per_seq * cache.page_size
+    long = np.flatnonzero((num_tokens > 0) & (lengths + num_tokens > most))
+    if long.size:
+        row = long[0]
+        raise ValueError(
+            f"row {row} holds {lengths[row]} tokens and cannot take {num_tokens[row]} more: its block table has room for {most}"
+        )
+    stuck = np.flatnonzero((num_tokens > 0) & np.asarray(cache.out_of_pages))
+    if stuck.size:
+        raise ValueError(f"rows {stuck.tolist()} ran out of pages earlier and have a gap: free them before extending them")
+    need = int(np.asarray(cache.pages_needed(jnp.asarray(num_tokens, jnp.int32))).sum())
+    if need > int(cache.num_free):
+        raise ValueError(
+            f"out of pages: the new tokens need {need} pages and {int(cache.num_free)} of {cache.num_pages - 1} are free; free rows, "
+            f"or create the cache with num_pages >= {cache.num_pages + need - int(cache.num_free)}"
+        )
+
+
+def _extend(
+    model: Decoder,
+    cache: PagedKVCache,
+    tokens: Array,
+    num_tokens: Array,
+    all_logits: bool,
+    implementation: str | None,
+    deterministic: bool,
+) -> tuple[Array, PagedKVCache]:
+    seqs, chunk = tokens.shape
+    num_tokens = num_tokens.astype(jnp.int32)
+    cache = cache.allocate(num_tokens, max_tokens=chunk)
+    count = jnp.where(cache.out_of_pages, 0, num_tokens)
+    cache = cache.advance(count)
+    segment = Segment(cache.block_tables, cache.lengths, count, queries=chunk)
+    attend = Paged.over((segment,), cache.page_size, implementation=implementation, deterministic=deterministic)
+    flat = tokens.astype(jnp.int32).reshape(-1)
+    hidden, pages = model.forward(flat, attend.positions(), attend, cache.pages, deterministic=deterministic)
+    assert pages is not None
+    if all_logits:
+        logits = model.logits(hidden, deterministic=deterministic).reshape(seqs, chunk, -1)
+        real = jnp.arange(chunk)[None, :] < count[:, None]
+    else:
+        last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs), jnp.maximum(count - 1, 0)]
+        logits, real = model.logits(last, deterministic=deterministic), count > 0
+    return jnp.where(real[..., None], logits, 0.0), cache.with_pages(pages)
+
+
+_extend_jit = functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=(1,))(_extend)
+
+
+def check_pool(num_pages: int, page_size: int, longest: int, what: str) -> None:
+    """Raise ValueError if a pool cannot hold one sequence of `longest` tokens."""
+    if page_size < 1:
+        raise ValueError(f"page_size must be an integer >= 1, got {page_size}")
+    need = pages_for(longest, page_size) + 1
+    if num_pages < need:
+        raise ValueError(
+            f"num_pages is {num_pages}, but one sequence of {longest} tokens ({what}) needs {need} pages of {page_size} tokens, the "
+            "null page included"
+        )

@@ -7,6 +7,7 @@ from typing import Any
 from jaxkv.config import ModelConfig
 from jaxkv.families import gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, opt, phi3, qwen2, qwen3
 from jaxkv.families.family import Family
+from jaxkv.families.hf import transformers
 from jaxkv.families.mapping import Part, Tensor
 
 __all__ = ["FAMILIES", "Family", "Part", "Tensor", "family_of", "from_hf", "to_hf"]
@@ -29,10 +30,8 @@ def family_of(model_type: Any) -> Family:
 
 
 def _hf_config(fields: Mapping[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING  # here, because importing transformers takes a second
-
     try:
-        return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+        return transformers().CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a valid {fields['model_type']} configuration: {error}") from error
 

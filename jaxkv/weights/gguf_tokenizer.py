@@ -6,6 +6,7 @@ the file and follow from the vocabulary: a piece's rank is its place in it.
 
 from typing import Any
 
+from jaxkv.families.hf import transformers
 from jaxkv.weights.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -51,8 +52,6 @@ def build_tokenizer(file: GGUFFile) -> Any:
     kind = ggml.get("model")
     if kind not in builders:
         raise ValueError(f"{file.path} has an unsupported tokenizer.ggml.model={kind!r} (supported: {', '.join(builders)})")
-    from transformers import PreTrainedTokenizerFast  # here, because importing transformers takes a second
-
     try:
         backend = builders[kind](ggml, file.metadata["general.architecture"])
         special = _special_tokens(ggml)
@@ -62,7 +61,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
         raise ValueError(f"{file.path}: {error}") from error
     _add_begin_and_end(backend, ggml, kind)
     context = file.metadata.get(f"{file.metadata['general.architecture']}.context_length")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
+    tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
     tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
     return tokenizer
 

@@ -9,6 +9,7 @@ import jax
 
 from jaxkv.config import ModelConfig
 from jaxkv.families import family_of, from_hf
+from jaxkv.families.hf import transformers
 from jaxkv.model import Decoder
 from jaxkv.weights.assemble import assemble
 from jaxkv.weights.default_model import ALIASES, default_model_path
@@ -102,9 +103,7 @@ def _load_folder(folder: Path, dtype: str | None, mesh: jax.sharding.Mesh | None
     source = SafetensorsSource(folder, family_of(config.family))
     tokenizer = None
     if any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        from transformers import AutoTokenizer  # here, because importing transformers takes a second
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
     return assemble(config, source, dtype=dtype, mesh=mesh), tokenizer
 
 

@@ -1,11 +1,12 @@
 """What a model is read from: named tensors in some file format, and how that format spells the names of a family's table."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 
+@runtime_checkable
 class Source(Protocol):
     """Tensors of one model, read one at a time.
 

@@ -6,11 +6,12 @@ shows where it was raised. Ctrl-C ends with status 130.
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from jaxkv import __version__
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,7 +46,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the chosen one is `args.command`."""
     parser = _Parser(prog="jaxkv", description="LLM inference in JAX with a paged KV cache.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxkv {importlib.metadata.version('jaxkv')}")
+    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_generate(commands)
     _add_bench(commands)

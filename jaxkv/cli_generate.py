@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.streaming import Answers, TextStream
+from jaxkv.weights.default_model import cache_folder
 
 DEFAULT_NEW_TOKENS = 256
 SHORTEST_WIDTH = 32
@@ -130,7 +131,7 @@ def padded(rows: Sequence[Sequence[int]], max_seq_len: int) -> np.ndarray:
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, unless another place or none was asked for."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(jaxkv.weights.cache_dir() / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
 
 
 class Status:
@@ -187,20 +188,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(
     model: Any, tokens: np.ndarray, lengths: Sequence[int], options: dict[str, Any], clock: Clock, answers: Answers
-) -> Any:
-    """Runs `jaxkv.generate` on a second thread; returns its result after all text has been written."""
-    arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-    done: list[Any] = []
-
-    def on_token(prompt: Any, sample: Any, position: Any, token: Any) -> None:
-        del sample, position
-        clock.token(int(prompt))
-        arrived.put((int(prompt), int(token)))
+) -> jaxkv.GenerateOutput:
+    """Runs `jaxkv.stream` on a second thread; returns its result after all text has been written."""
+    arrived: queue.SimpleQueue[jaxkv.Token | None] = queue.SimpleQueue()
+    done: list[jaxkv.GenerateOutput | BaseException] = []
 
     def work() -> None:
+        def forward() -> Iterator[jaxkv.Token]:
+            done.append((yield from jaxkv.stream(model, tokens, np.asarray(lengths, np.int32), **options)))
+
         try:
-            out = jaxkv.generate(model, tokens, np.asarray(lengths, np.int32), on_token=on_token, **options)
-            done.append(jax.block_until_ready(out))
+            for token in forward():
+                clock.token(token.prompt)
+                arrived.put(token)
         except BaseException as error:  # raised again on the main thread
             done.append(error)
         arrived.put(None)
@@ -208,19 +208,20 @@ def _generate(
     status = Status(sys.stderr)
     status.show("compiling ...")
     threading.Thread(target=work, daemon=True).start()
-    for prompt, token in iter(arrived.get, None):
+    for token in iter(arrived.get, None):
         status.show("")
-        answers.token(prompt, token)
+        answers.token(token.prompt, token.token)
     clock.end = time.perf_counter()
     status.show("")
-    if isinstance(done[0], BaseException):
-        raise done[0]
+    (result,) = done
+    if isinstance(result, BaseException):
+        raise result
     answers.finish()
-    return done[0]
+    return result
 
 
 def _results(
-    prompts: Sequence[str], rows: Sequence[Sequence[int]], answers: Sequence[Answer], result: Any
+    prompts: Sequence[str], rows: Sequence[Sequence[int]], answers: Answers, result: jaxkv.GenerateOutput
 ) -> list[dict[str, Any]]:
     tokens, lengths, logprobs, finished = (
         np.asarray(x)[:, 0] for x in (result.tokens, result.lengths, result.logprobs, result.finished)

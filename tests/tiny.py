@@ -1,8 +1,13 @@
-"""Tokenizers made on the spot, one token a byte: nothing to download, and every text can be split within a character."""
+"""Models and tokenizers made on the spot: nothing to download. One token is one byte, so texts get split within characters."""
+
+from pathlib import Path
 
 import tokenizers
 import transformers
+from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
+
+import jaxkv
 
 END = "<|im_end|>"
 TEMPLATE = (
@@ -35,3 +40,26 @@ def _wrapped(inner: tokenizers.Tokenizer, chat: bool) -> transformers.PreTrained
     out.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END]})
     out.chat_template = TEMPLATE if chat else None
     return out
+
+
+def save_model(folder: Path, *, chat: bool = False, max_seq_len: int = 128, **changes) -> Path:
+    """A random two-layer Llama and its byte tokenizer, in a Hugging Face folder."""
+    tokenizer = byte_tokenizer(chat=chat)
+    config = {
+        "family": "llama",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "max_seq_len": max_seq_len,
+        "rope": jaxkv.Rope(rotary_dim=8),
+        "tie_embeddings": True,
+        "eos_token_ids": (tokenizer.eos_token_id,),
+        **changes,
+    }
+    jaxkv.save(jaxkv.Decoder(jaxkv.ModelConfig(**config), rngs=nnx.Rngs(0)), folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -20,6 +20,7 @@ class Family:
       write: ours to the fields of a transformers configuration.
       tensors: the table of all tensors of a model.
       harmless: regular expressions of tensors that files hold beyond those in the table, and that say nothing new.
+      lm_head: the output matrix's name; where it is tied, a file may hold it all the same.
       aliases: other names of tensors, as older files have them, to the table's.
     """
 
@@ -30,4 +31,5 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     tensors: Callable[[ModelConfig], Iterable[Tensor]]
     harmless: tuple[str, ...] = ()
+    lm_head: str = "lm_head.weight"
     aliases: tuple[tuple[str, str], ...] = ()

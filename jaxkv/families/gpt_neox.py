@@ -81,5 +81,6 @@ FAMILY = Family(
     write,
     tensors,
     (r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
+    "embed_out.weight",
     (("lm_head.weight", "embed_out.weight"),),
 )

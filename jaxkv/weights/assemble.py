@@ -39,9 +39,10 @@ def match(config: ModelConfig, source: Source) -> dict[str, str]:
     Raises:
       ValueError: lists all tensors that are missing, left over, of a wrong shape or of a dtype that holds no weights.
     """
+    family = family_of(config.family)
     found: dict[str, str] = {}
     faults: list[str] = []
-    for tensor in family_of(config.family).tensors(config):
+    for tensor in family.tensors(config):
         spellings = source.spellings(tensor.name)
         name = next((s for s in spellings if s in source.tensors), None)
         if name is None:
@@ -53,7 +54,8 @@ def match(config: ModelConfig, source: Source) -> dict[str, str]:
             faults.append(f"{name} has shape {list(shape)}, expected {list(tensor.shape)}")
         if dtype not in _DTYPES:
             faults.append(f"{name} has dtype {dtype}, supported are {', '.join(_DTYPES)}")
-    harmless = [*source.harmless, *(re.escape(s) for s in source.spellings("lm_head.weight") if config.tie_embeddings)]
+    tied = source.spellings(family.lm_head) if config.tie_embeddings else ()
+    harmless = [*source.harmless, *map(re.escape, tied)]
     for name in source.tensors.keys() - set(found.values()):
         if not any(re.fullmatch(pattern, name) for pattern in harmless):
             faults.append(f"unknown tensor {name} {list(source.tensors[name][0])}")

@@ -175,6 +175,8 @@ def _rope(m: _Metadata, head_dim: int) -> dict[str, Any]:
     kind = scaling.get("type", "linear" if "factor" in scaling else "none")
     if kind == "none":
         return out
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"unsupported {prefix}type={kind!r} (supported: none, linear, yarn)")
     for key, value in scaling.items():
         if key not in _SCALING_KNOWN and value != _SCALING_NEUTRAL.get(key):
             raise ValueError(f"unsupported {prefix}{key}={value!r}")

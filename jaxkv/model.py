@@ -3,6 +3,7 @@
 It does not know about pages: attention is handed in as a function (see `jaxkv.attention`), and the cache's pages pass through.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,9 +158,10 @@ class Decoder(nnx.Module):
             tables = {r: rotary_tables(r, positions) for r in (c.rope, c.local_rope) if r is not None}
         new_pages = []
         for i, layer in enumerate(self.layers):
-            run = jax.checkpoint(_run_layer, static_argnums=(5,)) if remat else _run_layer
+            run = functools.partial(_run_layer, attend, deterministic)
+            run = jax.checkpoint(run) if remat else run
             with jax.named_scope(f"layer_{i}"):
-                x, kept = run(layer, x, tables, attend, None if pages is None else pages[i], deterministic)
+                x, kept = run(layer, x, tables, None if pages is None else pages[i])
             new_pages.append(kept)
         x = x if self.final_norm is None else self.final_norm(x)
         return x, None if pages is None else tuple(new_pages)
@@ -197,7 +199,7 @@ class Decoder(nnx.Module):
 
 
 def _run_layer(
-    layer: Layer, x: Array, tables: dict, attend: Attend, pages: Pages | None, deterministic: bool
+    attend: Attend, deterministic: bool, layer: Layer, x: Array, tables: dict, pages: Pages | None
 ) -> tuple[Array, Pages | None]:
     return layer(x, tables, attend, pages, deterministic)
 

@@ -30,9 +30,11 @@ def family_of(model_type: Any) -> Family:
 
 
 def _hf_config(fields: Mapping[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return transformers().CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"not a valid {fields['model_type']} configuration: {error}") from error
 
 

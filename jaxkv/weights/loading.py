@@ -64,7 +64,7 @@ def find(name_or_path: str | os.PathLike) -> Path:
     name, path = os.fspath(name_or_path), Path(name_or_path)
     if name in ALIASES:
         return default_model_path()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_file():
         if path.suffix == ".safetensors":

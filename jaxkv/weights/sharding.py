@@ -10,8 +10,7 @@
 So each half of a layer needs one sum over devices, at its end.
 """
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.config import ModelConfig
 
@@ -33,7 +32,7 @@ def partition_of(config: ModelConfig, parameter: str, devices: int) -> Partition
     return PartitionSpec()
 
 
-def sharding_of(config: ModelConfig, parameter: str, mesh: jax.sharding.Mesh | None) -> NamedSharding | None:
+def sharding_of(config: ModelConfig, parameter: str, mesh: Mesh | AbstractMesh | None) -> NamedSharding | None:
     """A parameter's sharding on a mesh, None without one.
 
     Raises:

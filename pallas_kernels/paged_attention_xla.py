@@ -93,13 +93,21 @@ def row_indices(block: jax.Array, pages: jax.Array, block_tables: jax.Array) -> 
 
 
 def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
-    """One block of a pool: [num_pages, kv_heads, page_size, *features] -> [batch * kv_heads, BLOCK_TOKENS, *features]."""
+    """One block of a pool: [num_pages, kv_heads, page_size, *features] -> [batch * kv_heads, BLOCK_TOKENS, *features].
+
+    Narrow floats travel as integers: XLA on CPU turns a gather of bfloat16 into one of float32, and so converts the whole
+    pool at every call. The barrier keeps that change of type inside the loop, where it costs nothing; hoisted out of the
+    loop it would be a copy of the pool again.
+    """
     batch, kv_heads, _ = rows.shape
     row_tokens = math.gcd(pages.shape[2], BLOCK_TOKENS)
     features = pages.shape[3:]
-    view = pages.reshape(-1, row_tokens * math.prod(features))
-    taken = view.at[rows.reshape(-1)].get(mode="promise_in_bounds")
-    return taken.reshape(batch * kv_heads, BLOCK_TOKENS, *features)
+    dtype = jnp.dtype(pages.dtype)
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype)
+    pages, rows = lax.optimization_barrier((pages, rows))
+    view = lax.bitcast_convert_type(pages, bits).reshape(-1, row_tokens * math.prod(features))
+    taken = lax.optimization_barrier(view.at[rows.reshape(-1)].get(mode="promise_in_bounds"))
+    return lax.bitcast_convert_type(taken, dtype).reshape(batch * kv_heads, BLOCK_TOKENS, *features)
 
 
 def scores(

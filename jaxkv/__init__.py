@@ -7,6 +7,7 @@ from jaxkv.model import Decoder
 from jaxkv.sampling import Sampling, sample
 from jaxkv.score import score
 from jaxkv.step import StepInputs, extend, step
+from jaxkv.weights import load, save
 
 __version__ = "0.1.0"
 
@@ -24,7 +25,9 @@ __all__ = [
     "Token",
     "extend",
     "generate",
+    "load",
     "sample",
+    "save",
     "score",
     "step",
     "stream",

@@ -12,17 +12,31 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.streaming import Answers, TextStream
+from jaxkv.streaming import Answers, Terminal, TextStream
 from jaxkv.weights.default_model import cache_folder
 
 DEFAULT_NEW_TOKENS = 256
 SHORTEST_WIDTH = 32
+
+
+@runtime_checkable
+class Keyboard(Protocol):
+    """What is asked of stdin."""
+
+    def read(self) -> str:
+        """All of it."""
+        ...
+
+    def isatty(self) -> bool:
+        """Whether somebody would have to type."""
+        ...
 
 
 class Clock:
@@ -60,7 +74,7 @@ def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None
 
 
-def read_prompts(arguments: Sequence[str], stdin: TextIO) -> list[str]:
+def read_prompts(arguments: Sequence[str], stdin: Keyboard) -> list[str]:
     """The prompts: those given, '-' replaced by all of stdin; stdin too where none is given and it is no terminal.
 
     Raises:
@@ -117,12 +131,15 @@ def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: in
     return min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
 
 
-def padded(rows: Sequence[Sequence[int]], max_seq_len: int) -> np.ndarray:
-    """i32[rows, width]; width a power of two, so that prompts of similar length share one compiled program."""
-    width = SHORTEST_WIDTH
-    while width < max(map(len, rows)):
-        width *= 2
-    out = np.zeros((len(rows), min(width, max_seq_len)), np.int32)
+def padded(rows: Sequence[Sequence[int]], max_seq_len: int, *, exact: bool) -> np.ndarray:
+    """i32[rows, width]; width a power of two, so that prompts of similar length share one compiled program.
+
+    `exact` keeps to the longest prompt: a pool has to hold the width, which matters to those who chose its size.
+    """
+    width = longest = max(map(len, rows))
+    if not exact:
+        width = min(max(SHORTEST_WIDTH, 1 << (longest - 1).bit_length()), max_seq_len)
+    out = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out
@@ -137,7 +154,7 @@ def use_compilation_cache() -> None:
 class Status:
     """One line on a terminal that says what takes so long; nothing where stderr is no terminal."""
 
-    def __init__(self, err: TextIO):
+    def __init__(self, err: Terminal):
         self.err, self.shown = (err if err.isatty() else None), False
 
     def show(self, text: str) -> None:
@@ -170,7 +187,8 @@ def run(args: argparse.Namespace) -> int:
     stream = None if args.json else TextStream(sys.stdout, [_title(p) for p in prompts], bold=_bold(sys.stdout))
     answers = Answers(tokenizer, len(prompts), ends, stream)
     clock = Clock()
-    result = _generate(model, padded(rows, model.config.max_seq_len), lengths, options, clock, answers)
+    tokens = padded(rows, model.config.max_seq_len, exact=args.num_pages is not None)
+    result = _generate(model, tokens, lengths, options, clock, answers)
     stats = {
         "prompt_tokens": sum(lengths),
         "generated_tokens": int(np.sum(result.lengths)),
@@ -195,7 +213,7 @@ def _generate(
 
     def work() -> None:
         def forward() -> Iterator[jaxkv.Token]:
-            done.append((yield from jaxkv.stream(model, tokens, np.asarray(lengths, np.int32), **options)))
+            done.append((yield from jaxkv.stream(model, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), **options)))
 
         try:
             for token in forward():
@@ -244,7 +262,7 @@ def _title(prompt: str) -> str:
     return line if len(line) <= 72 else line[:71] + "…"
 
 
-def _bold(stream: TextIO) -> bool:
+def _bold(stream: Terminal) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 

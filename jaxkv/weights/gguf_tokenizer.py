@@ -80,6 +80,9 @@ def _byte_level(ggml: dict[str, Any], architecture: str) -> Any:
         raise ValueError(f"unsupported tokenizer.ggml.pre={name!r} (supported: {', '.join(_SPLITS)})")
     vocab = {token: i for i, token in enumerate(ggml["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]
+    for merge in merges:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
+            raise ValueError(f"the merge {' '.join(merge)!r} of tokenizer.ggml.merges is not in its vocabulary")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     split = _SPLITS[name]
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (None, "digits"))]

@@ -3,27 +3,60 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.config import generation_of, kernel_config
 from pallas_kernels.options import IMPLEMENTATIONS, AttentionOptions
+from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.paged_attention_xla import QUERY_TILE, Problem, paged_attention_xla
 
+_INTERPRETED_GENERATION = "sm_80"
 
-def choose_implementation(
-    implementation: str | None, q_dtype: jax.typing.DTypeLike, page_dtype: jax.typing.DTypeLike
-) -> str:
-    """The name of the implementation that will run.
+
+def _refusal(name: str, page_dtype: jax.typing.DTypeLike, platform: str, capability: str | None) -> str | None:
+    """Why the implementation cannot run, or None."""
+    if name == "triton":
+        if platform not in ("gpu", "cuda"):
+            return f"it needs an NVIDIA GPU and the default platform is {platform!r}; 'triton_interpret' runs anywhere"
+        if capability is None:
+            return "the GPU has no CUDA compute capability"
+        if jnp.dtype(page_dtype).name == "float8_e4m3fn" and generation_of(capability) == "sm_80":
+            return f"float8_e4m3fn pages need compute capability 9.0, this GPU has {capability}; use float8_e5m2 or int8"
+    if name.startswith("mosaic"):
+        return "it is not built yet"
+    return None
+
+
+def _device() -> tuple[str, str | None]:
+    """(platform, compute capability or None) of the device that jitted code runs on by default."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device if hasattr(jax.sharding, "get_abstract_mesh") else None
+    if abstract is not None and abstract.platform in ("gpu", "cuda"):
+        return "gpu", getattr(abstract, "compute_capability", None)
+    platform = jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return platform, None
+    return platform, getattr(jax.devices()[0], "compute_capability", None)
+
+
+def choose_implementation(implementation: str | None, page_dtype: jax.typing.DTypeLike) -> str:
+    """The name of the implementation that will run on the default platform.
+
+    Args:
+      implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "xla" elsewhere.
+      page_dtype: dtype of the pages.
 
     Raises:
       ValueError: the name is unknown.
-      NotImplementedError: it cannot run here.
+      NotImplementedError: the named implementation cannot run here.
     """
-    del q_dtype, page_dtype
+    platform, capability = _device()
     if implementation is None:
-        return "xla"
+        return "xla" if _refusal("triton", page_dtype, platform, capability) else "triton"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if implementation != "xla":
-        raise NotImplementedError(f"implementation {implementation!r} is not available")
+    reason = _refusal(implementation, page_dtype, platform, capability)
+    if reason is not None:
+        raise NotImplementedError(f"implementation {implementation!r} cannot run: {reason}")
     return implementation
 
 
@@ -31,4 +64,17 @@ def run_implementation(
     problem: Problem, options: AttentionOptions, implementation: str
 ) -> tuple[jax.Array, jax.Array]:
     """(out [batch, queries, heads, head_dim] in q.dtype, lse f32[batch, queries, heads]) by the implementation chosen."""
-    return paged_attention_xla(problem, options, query_tile=QUERY_TILE if options.deterministic else None)
+    if implementation == "xla":
+        return paged_attention_xla(problem, options, query_tile=QUERY_TILE if options.deterministic else None)
+    interpret = implementation.endswith("_interpret")
+    _, capability = _device()
+    generation = _INTERPRETED_GENERATION if interpret or capability is None else generation_of(capability)
+    _, queries, heads, head_dim = problem.q.shape
+    config = kernel_config(
+        generation,
+        head_dim=head_dim,
+        page_dtype=problem.k_pages.dtype,
+        rows=queries * (heads // problem.k_pages.shape[1]),
+        deterministic=options.deterministic,
+    )
+    return paged_attention_triton(problem, options, config, interpret=interpret)

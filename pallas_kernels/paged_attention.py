@@ -127,7 +127,7 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         deterministic=deterministic,
     )
-    name = choose_implementation(implementation, q.dtype, k_pages.dtype)
+    name = choose_implementation(implementation, k_pages.dtype)
     if num_queries is None:
         num_queries = jnp.full((q4.shape[0],), q4.shape[1], jnp.int32)
     if 0 in q.shape:

@@ -48,7 +48,8 @@ class Clock:
         self.first: dict[int, float] = {}  # of each prompt
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
 
-    def _compiled(self, event: str, duration: float, **_: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if event == "/jax/core/compile/backend_compile_duration" and not self.times:
             self.ready = time.perf_counter()
 
@@ -147,7 +148,7 @@ def padded(rows: Sequence[Sequence[int]], max_seq_len: int, *, exact: bool) -> n
 
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, unless another place or none was asked for."""
-    if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if jax.config.read("jax_compilation_cache_dir") is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
 
 

@@ -7,6 +7,7 @@ The model is saved by `jaxkv.save` and loaded by transformers from there, so the
 """
 
 import argparse
+import inspect
 import json
 import os
 import statistics
@@ -41,7 +42,9 @@ class Torch:
         torch.set_num_threads(num_threads)
         self.torch = torch
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        known = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in known else "past_key_values"  # renamed within transformers 5
 
     def generate(self, prompts: np.ndarray, new_tokens: int) -> np.ndarray:
         """Greedy tokens by `model.generate`, i64[batch, new_tokens]."""
@@ -62,8 +65,8 @@ class Torch:
         ids, cache, tokens = self.torch.from_numpy(prompts).long(), None, []
         with self.torch.inference_mode():
             for _ in range(new_tokens):
-                out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+                out = self.model(ids, use_cache=True, logits_to_keep=1, **{self.cache_name: cache})
+                ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out[self.cache_name]
                 tokens.append(ids)
         return self.torch.cat(tokens, dim=1).numpy()
 

@@ -1,0 +1,130 @@
+import dataclasses
+import json
+import re
+import statistics
+from pathlib import Path
+
+import jax
+import pytest
+from tiny import save_model
+
+import jaxkv
+from jaxkv.bench.against_transformers import Torch, compare
+from jaxkv.bench.against_transformers import as_row as comparison_row
+from jaxkv.bench.decode import HEADER
+from jaxkv.bench.measure import Runner, Workload, memory_bandwidth, peak_memory, reset_peak_memory, step_bytes, table
+from jaxkv.bench.pool_size import compare as compare_pools
+from jaxkv.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> jaxkv.Decoder:
+    return jaxkv.load(folder)[0]
+
+
+@pytest.fixture(autouse=True)
+def small_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxkv.bench.decode.memory_bandwidth", lambda: memory_bandwidth(2**20, 1))
+    monkeypatch.setattr("jaxkv.bench.decode.jax.config.update", lambda *_: None)
+
+
+GRID = ["--batch-sizes", "1,2", "--context-lengths", "8", "--new-tokens", "8", "--repeats", "1"]
+
+
+def test_decode_reports_every_cell_as_json(capsys, folder: Path) -> None:
+    assert main(["bench", "decode", "--model", str(folder), *GRID, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(c["batch_size"], c["context_length"]) for c in report["cells"]] == [(1, 8), (2, 8)]
+    assert report["dtype"] == "float32"
+    for cell in report["cells"]:
+        assert cell["prefill_tokens_per_second"] > 0
+        assert cell["peak_memory_bytes"] > 2**20
+        assert cell["bandwidth_share"] == pytest.approx(
+            cell["step_bytes"] / report["bandwidth_bytes_per_second"] / cell["step_seconds"]
+        )
+        assert cell["decode_tokens_per_second"] == pytest.approx(cell["batch_size"] / cell["step_seconds"])
+
+
+def test_decode_prints_a_table_for_people(capsys, folder: Path) -> None:
+    assert main(["bench", "decode", "--model", str(folder), *GRID]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    top = next(i for i, line in enumerate(lines) if re.split(r"  +", line.strip()) == HEADER)
+    assert [line.split()[:2] for line in lines[top + 1 : top + 3]] == [["1", "8"], ["2", "8"]]
+
+
+def test_a_context_too_long_is_refused_before_anything_runs(capsys, folder: Path) -> None:
+    assert main(["bench", "decode", "--model", str(folder), "--context-lengths", "8,124", "--new-tokens", "8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "124" in captured.err
+    assert "128" in captured.err
+
+
+def test_one_program_for_the_short_and_the_long_run(model: jaxkv.Decoder) -> None:
+    runner = Runner(model, Workload(2, 8, new_tokens=8))
+    lengths = [runner.generate(n).lengths[:, 0].tolist() for n in (1, 2, 8)]
+    assert lengths == [[1, 1], [2, 2], [8, 8]]
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append("compile" in event and event))
+    runner.run(5)
+    assert not any(compiled)
+
+
+def test_a_step_is_the_slope_between_two_runs(model: jaxkv.Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "run", lambda self, new_tokens: 3.0 + 0.5 * new_tokens)
+    timing = Runner(model, Workload(1, 8, new_tokens=8)).timing(repeats=3)
+    assert timing.step_seconds == pytest.approx(0.5)
+    assert timing.prefill_seconds == pytest.approx(3.5)
+
+
+def test_bytes_of_a_step_by_hand(model: jaxkv.Decoder, tmp_path: Path) -> None:
+    work = Workload(batch_size=3, context_length=10, new_tokens=8)  # short run 2: at mid-run 15 tokens a row
+    parameters = 259 * 32 + 2 * (4 * 8 * 32 * 2 + 2 * 2 * 8 * 32 + 3 * 64 * 32 + 2 * 32) + 32
+    keys_and_values = 3 * 15 * 2 * 2 * 2 * 8
+    assert step_bytes(model, work) == 4 * (parameters + keys_and_values)
+    windows = jaxkv.Decoder(dataclasses.replace(model.config, windows=(4, None)), rngs=_rngs())
+    assert step_bytes(windows, work) == 4 * (parameters + 3 * (15 + 4) * 2 * 2 * 8)
+    untied = jaxkv.Decoder(dataclasses.replace(model.config, tie_embeddings=False), rngs=_rngs())
+    assert step_bytes(untied, work) == step_bytes(model, work)  # a few rows of the embedding are read, all of the head
+
+
+def _rngs():
+    from flax import nnx
+
+    return nnx.Rngs(0)
+
+
+def test_pools_are_compared_in_pairs(model: jaxkv.Decoder) -> None:
+    result = compare_pools(model, Workload(2, 8, new_tokens=8, page_size=16), factor=5, repeats=2)
+    assert result["num_pages"] == [2 + 1, 5 * 2 + 1]
+    assert result["ratio"] == pytest.approx(statistics.median(b / a for a, b in result["pairs"]))
+
+
+@pytest.mark.torch
+def test_transformers_runs_beside_it_with_the_same_tokens(folder: Path, model: jaxkv.Decoder) -> None:
+    cell = compare(model, Torch(str(folder), 1), Workload(2, 8, new_tokens=8), repeats=1)
+    assert cell["same_tokens"] == 1.0
+    assert cell["ratio"] == min(cell["ratios"].values())
+    assert len(comparison_row(cell)) == 6
+
+
+def test_peak_memory_starts_anew() -> None:
+    before = peak_memory()
+    block = bytearray(b"x" * 2**26)
+    assert peak_memory() >= before
+    del block
+    reset_peak_memory()
+    assert peak_memory() > 2**20
+
+
+def test_a_table_is_flush_right() -> None:
+    assert table(["a", "bb"], [["10", "2"], ["3", "400"]]) == " a   bb\n10    2\n 3  400"
+
+
+def test_bandwidth_is_a_plausible_number() -> None:
+    assert 1e8 < memory_bandwidth(2**22, 2) < 1e14

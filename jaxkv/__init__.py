@@ -1,5 +1,6 @@
 """jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`."""
 
+from jaxkv.beam_search import BeamSearchOutput, beam_search
 from jaxkv.config import CacheConfig, ModelConfig, Rope
 from jaxkv.generate import GenerateOutput, GenerateStats, Token, generate, stream
 from jaxkv.kv_cache import CacheStats, PagedKVCache
@@ -12,6 +13,7 @@ from jaxkv.weights import load, save
 __version__ = "0.1.0"
 
 __all__ = [
+    "BeamSearchOutput",
     "CacheConfig",
     "CacheStats",
     "Decoder",
@@ -23,6 +25,7 @@ __all__ = [
     "Sampling",
     "StepInputs",
     "Token",
+    "beam_search",
     "extend",
     "generate",
     "load",

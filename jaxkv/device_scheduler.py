@@ -303,8 +303,8 @@ def _choose(job: Job, run: Run, plan: Plan, logits: Array, position: Array, prod
         keys = None
         if plan.sampled:
             keys = jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(job.keys[prompt], nth, position)
-        token, sampled_logprob = sample(logits, job.sampling.at(prompt), keys)
-        logprob = token_logprobs(logits, token)
+        token, sampled_logprob = sample(logits, job.sampling.at(prompt), keys, deterministic=plan.deterministic)
+        logprob = token_logprobs(logits, token, deterministic=plan.deterministic)
     ends = jnp.any(token[:, None] == job.eos[None, :], axis=1)
     if plan.on_token is not None:
         io_callback(_caller(plan.on_token), None, prompt, nth, position, token, produced, ordered=True)

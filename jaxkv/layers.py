@@ -7,6 +7,7 @@ its value: splitting kv_heads over devices cuts no head apart), `gate_up` is `[2
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,19 +47,33 @@ def _product(x: Array, weight: Array) -> Array:
     return lax.platform_dependent(x, weight, cpu=_weight_left, default=_weight_right)
 
 
+def in_row_tiles(f: Callable[..., Array], *rows: Array) -> Array:
+    """`f(*rows)`, computed TILE rows at a time, the last ones padded with zeros, so that a row's bits never depend on how many rows there are.
+
+    Products and sums along a row are cut among threads and vector lanes by the number of rows; with one shape there is one cut.
+    The barriers keep neighbours from being fused into the tile, which would change how its sums are formed.
+
+    Args:
+      f: takes and returns arrays whose first axis is rows, and treats each row alike.
+      rows: `[rows, ...]` each.
+    """
+    count = rows[0].shape[0]
+    tiles = -(-count // TILE)
+    padded = [jnp.pad(x, [(0, tiles * TILE - count)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
+
+    def tile(args: tuple[Array, ...]) -> Array:
+        return lax.optimization_barrier(f(*lax.optimization_barrier(args)))
+
+    if tiles == 1:
+        return tile(tuple(padded))[:count]
+    y = lax.map(tile, tuple(x.reshape(tiles, TILE, *x.shape[1:]) for x in padded))
+    return y.reshape(tiles * TILE, *y.shape[2:])[:count]
+
+
 @jax.custom_vjp
 def _tiled_product(x: Array, weight: Array) -> Array:
-    """`_product` in tiles of exactly TILE rows, so that a row's bits do not depend on how many rows there are.
-
-    The gradient is that of the plain product: only values need to be reproducible between rollout and training.
-    """
-    rows = x.shape[0]
-    tiles = -(-rows // TILE)
-    x = jnp.pad(x, ((0, tiles * TILE - rows), (0, 0)))
-    if tiles == 1:
-        return _product(x, weight)[:rows]
-    y = lax.map(lambda tile: _product(tile, weight), x.reshape(tiles, TILE, -1))
-    return y.reshape(tiles * TILE, -1)[:rows]
+    """`_product` in row tiles. The gradient is that of the plain product: only values must agree between rollout and training."""
+    return in_row_tiles(lambda tile: _product(tile, weight), x)
 
 
 def _tiled_product_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -114,7 +129,13 @@ class Norm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(size, dtype) if plus_one else jnp.ones(size, dtype))
         self.bias = nnx.Param(jnp.zeros(size, dtype)) if kind == "layer" else None
 
-    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+    def __call__(self, x: Float[Array, "*rows size"], *, deterministic: bool = False) -> Float[Array, "*rows size"]:
+        """Normalise the last axis; `deterministic` as in `linear`."""
+        if deterministic:
+            return in_row_tiles(self._normalise, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return self._normalise(x)
+
+    def _normalise(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         shape = (1,) * (x.ndim - 1) + (-1,)
         if self.kind == "layer":

@@ -48,7 +48,8 @@ class Attention(nnx.Module):
         q = qkv[:, :, : c.q_per_kv].reshape(tokens, c.num_heads, c.head_dim)
         k, v = qkv[:, :, c.q_per_kv], qkv[:, :, c.q_per_kv + 1]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q, deterministic=deterministic)
+            k = self.k_norm(k, deterministic=deterministic)
         if self.rope is not None:
             q, k = rotate(q, tables[self.rope]), rotate(k, tables[self.rope])
         with jax.named_scope("attend"):
@@ -80,18 +81,21 @@ class Layer(nnx.Module):
             with jax.named_scope("mlp"):
                 return self.mlp(y, deterministic=deterministic)
 
+        def normed(by: Norm, y: Array) -> Array:
+            return by(y, deterministic=deterministic)
+
         if block == "post":
             y, pages = attention(x)
-            x = self.attention_norm(x + y)
-            return self.mlp_norm(x + mlp(x)), pages
-        y, pages = attention(self.attention_norm(x))
+            x = normed(self.attention_norm, x + y)
+            return normed(self.mlp_norm, x + mlp(x)), pages
+        y, pages = attention(normed(self.attention_norm, x))
         if block == "parallel":
-            return x + y + mlp(self.mlp_norm(x)), pages
+            return x + y + mlp(normed(self.mlp_norm, x)), pages
         if self.attention_out_norm is None or self.mlp_out_norm is None:
             x = x + y
-            return x + mlp(self.mlp_norm(x)), pages
-        x = x + self.attention_out_norm(y)
-        return x + self.mlp_out_norm(mlp(self.mlp_norm(x))), pages
+            return x + mlp(normed(self.mlp_norm, x)), pages
+        x = x + normed(self.attention_out_norm, y)
+        return x + normed(self.mlp_out_norm, mlp(normed(self.mlp_norm, x))), pages
 
 
 class Decoder(nnx.Module):
@@ -163,7 +167,7 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layer_{i}"):
                 x, kept = run(layer, x, tables, None if pages is None else pages[i])
             new_pages.append(kept)
-        x = x if self.final_norm is None else self.final_norm(x)
+        x = x if self.final_norm is None else self.final_norm(x, deterministic=deterministic)
         return x, None if pages is None else tuple(new_pages)
 
     def logits(self, hidden: Float[Array, "tokens hidden"], *, deterministic: bool = False) -> Float[Array, "tokens vocab"]:

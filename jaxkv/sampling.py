@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from jaxkv.layers import in_row_tiles
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,11 @@ def gumbel_noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows vo
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], sampling: Sampling, keys: Key[Array, " rows"] | None
+    logits: Float[Array, "rows vocab"],
+    sampling: Sampling,
+    keys: Key[Array, " rows"] | None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Choose a token per row.
 
@@ -149,6 +155,7 @@ def sample(
       logits: float32, the model's own.
       sampling: with arrays, one entry per row (see `Sampling.per_row`).
       keys: one per row, or None when every row is greedy.
+      deterministic: a row's log-probability does not depend on the number of rows, to the last bit.
 
     Returns:
       Tokens i32[rows], and their log-probabilities under the sampled distribution, f32[rows] (0.0 for greedy rows).
@@ -159,11 +166,20 @@ def sample(
     filtered = filtered_logits(logits, sampling)
     drawn = jnp.argmax(filtered + gumbel_noise(keys, logits.shape[1]), axis=-1).astype(jnp.int32)
     greedy = sampling.temperature == 0
-    return jnp.where(greedy, best, drawn), jnp.where(greedy, 0.0, token_logprobs(filtered, drawn))
+    return jnp.where(greedy, best, drawn), jnp.where(greedy, 0.0, token_logprobs(filtered, drawn, deterministic=deterministic))
 
 
-def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """log softmax(logits) at the tokens, float32. Every log-probability of jaxkv comes from here, so that all agree in bits."""
-    top = jnp.max(logits, axis=-1)
-    total = jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
-    return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - top - total
+def token_logprobs(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"], *, deterministic: bool = False
+) -> Float[Array, " rows"]:
+    """log softmax(logits) at the tokens, float32. Every log-probability of jaxkv comes from here, so that all agree.
+
+    `deterministic`: a row's bits do not depend on the number of rows.
+    """
+
+    def log_normaliser(x: Array) -> Array:
+        top = jnp.max(x, axis=-1, keepdims=True)
+        return (jnp.log(jnp.sum(jnp.exp(x - top), axis=-1, keepdims=True)) + top)[:, 0]
+
+    total = in_row_tiles(log_normaliser, logits) if deterministic else log_normaliser(logits)
+    return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - total

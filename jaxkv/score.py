@@ -79,7 +79,7 @@ def _score(
         logits = model.logits(states, deterministic=deterministic)
         if sampling is not None:
             logits = filtered_logits(logits, sampling.at(row))
-        return token_logprobs(logits, target)
+        return token_logprobs(logits, target, deterministic=deterministic)
 
     size = min(BLOCK, -(-batch * seq // 16) * 16)
     blocks = -(-batch * seq // size)

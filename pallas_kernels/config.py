@@ -80,16 +80,15 @@ def kernel_config(
       rows: queries * q_per_kv of the call.
       deterministic: one tile size for any number of rows.
     """
-    wide = head_dim > 128
-    full = jnp.dtype(page_dtype).itemsize == 4
-    tile = 16 if deterministic or full or wide else min(64, max(16, 1 << (rows - 1).bit_length()))
-    block = 16 if full and wide else 32 if full or wide else 64
-    stages = 2 if full or wide else {"sm_80": 3, "sm_90": 3, "sm_100": 3}[generation]
+    if jnp.dtype(page_dtype).itemsize == 4:
+        return KernelConfig(generation, block_tokens=32, split_tokens=1024, tile_rows=16, num_warps=8, num_stages=1)
+    largest = 16 if deterministic else 32 if head_dim > 128 else 64
+    tile = min(largest, max(16, 1 << (rows - 1).bit_length()))
     return KernelConfig(
-        generation=generation,
-        block_tokens=block,
+        generation,
+        block_tokens=64 if head_dim <= 64 and tile == 16 else 32,
         split_tokens=1024,
         tile_rows=tile,
-        num_warps=4,
-        num_stages=stages,
+        num_warps=4 if head_dim <= 128 and tile == 16 else 8,
+        num_stages=3 if head_dim > 128 else 4,
     )

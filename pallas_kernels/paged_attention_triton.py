@@ -136,7 +136,8 @@ def _load_features(ref, rows, token, live, plan: Plan) -> jax.Array:
     if plan.padded_dim != plan.head_dim:
         mask = mask & (feature < plan.head_dim)
     index = (lax.broadcast_in_dim(rows, shape, (0,)), lax.broadcast_in_dim(token, shape, (1,)), feature)
-    values = plgpu.load(ref.at[index], mask=mask, other=0)
+    zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+    values = plgpu.load(ref.at[index], mask=mask, other=zero)
     return values.reshape(plan.config.block_tokens, plan.padded_dim)
 
 
@@ -146,11 +147,10 @@ def _load_scales(ref, rows, token, live, plan: Plan) -> jax.Array:
     return plgpu.load(ref.at[index], mask=live, other=0.0).reshape(plan.config.block_tokens)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract_b: int, plan: Plan) -> jax.Array:
-    """f32 product over a's last axis; float32 inputs as three tf32 products on a GPU (error near 1e-6)."""
-    precision = None
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if plan.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
+    """f32 product over a's last axis. Float32 inputs are multiplied as float32, not on tensor cores: one tf32 product is good
+    to 1e-3 only, and three of them take over 128 registers."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (contract_b,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
@@ -170,7 +170,7 @@ def _block_step(plan: Plan, refs, q, place, positions, block, carry):
     )
     live = (each >= lo) & (each < hi)
     k = _load_features(k_ref, rows, token, live, plan).astype(q.dtype)
-    s = _dot(q, k, 1, plan) * plan.options.scale
+    s = _dot(q, k, 1) * plan.options.scale
     if k_scales_ref is not None:
         s = s * _load_scales(k_scales_ref, rows, token, live, plan)[None, :]
     cap = plan.options.logits_soft_cap
@@ -186,7 +186,7 @@ def _block_step(plan: Plan, refs, q, place, positions, block, carry):
     if v_scales_ref is not None:
         p = p * _load_scales(v_scales_ref, rows, token, live, plan)[None, :]
     v = _load_features(v_ref, rows, token, live, plan).astype(q.dtype)
-    return new_top, total, acc * decay[:, None] + _dot(p.astype(q.dtype), v, 0, plan)
+    return new_top, total, acc * decay[:, None] + _dot(p.astype(q.dtype), v, 0)
 
 
 def _attend_kernel(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref, *rest, plan: Plan):
@@ -313,7 +313,7 @@ def paged_attention_triton(
             jax.ShapeDtypeStruct((*head, *tile), problem.q.dtype),
             jax.ShapeDtypeStruct((*head, tile[0]), f32),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8 if math.prod(tile) >= 4096 else 4, num_stages=1),
         interpret=interpret,
         name="paged_attention_merge",
     )(partial, partial_lse, *rows, *(() if problem.sinks is None else (problem.sinks,)))

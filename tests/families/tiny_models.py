@@ -118,6 +118,7 @@ def tiny_model(case: str, *, seed: int = 0, **changes: Any) -> Any:
     torch = pytest.importorskip("torch")
     import transformers
 
+    torch.set_num_threads(1)  # these matrices are too small to share out
     config = tiny_config(case, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)

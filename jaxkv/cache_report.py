@@ -42,6 +42,9 @@ def find_faults(cache: Bookkeeping) -> list[str]:
     faults = [f"page {p} is named by {named[p]} table entries but counted {counts[p]} times" for p in np.flatnonzero(named != counts)]
     if not 0 <= num_free < num_pages:
         return [*faults, f"num_free is {num_free} in a pool of {num_pages - 1} pages"]
+    outside = (cache.free_pages[:num_free] < 0) | (cache.free_pages[:num_free] >= num_pages)
+    if outside.any():
+        return [*faults, f"the free stack names a page outside 0..{num_pages - 1}"]
     free = np.bincount(cache.free_pages[:num_free], minlength=num_pages)
     if free[0]:
         faults.append("the null page is on the free stack")

@@ -227,6 +227,7 @@ class CacheConfig:
                 isinstance(value, int) and not isinstance(value, bool) and value >= least,
                 f"{name} must be an integer >= {least}, got {value!r}",
             )
+        _require(self.dtype in _DTYPES, f"dtype must be one of {_DTYPES}, got {self.dtype!r}")
         _require(isinstance(self.num_pages, int), f"num_pages must be an integer, got {self.num_pages!r}")
         _require(
             self.num_pages >= 2,

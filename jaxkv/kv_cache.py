@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.cache_report import Bookkeeping, CacheStats, cache_stats, find_faults
@@ -231,7 +232,7 @@ class PagedKVCache:
         """Count tokens as held; room for them must have been allocated."""
         return dataclasses.replace(self, lengths=self.lengths + num_tokens)
 
-    def free(self, rows: Array) -> "PagedKVCache":
+    def free(self, rows: ArrayLike) -> "PagedKVCache":
         """Empty rows; pages that no other row names return to the pool.
 
         Args:
@@ -249,18 +250,18 @@ class PagedKVCache:
         named = jnp.zeros(self.num_pages, jnp.int32).at[lost].add(1, mode="drop")
         return jnp.sum((named > 0) & (named == self.ref_counts), dtype=jnp.int32)
 
-    def _mask(self, rows: Array) -> Array:
+    def _mask(self, rows: ArrayLike) -> Array:
         rows = jnp.asarray(rows)
         if rows.dtype == bool:
             return rows
         return jnp.zeros(self.max_seqs, bool).at[self._in_range(rows)].set(True, mode="drop")
 
-    def _in_range(self, rows: Array) -> Array:
+    def _in_range(self, rows: ArrayLike) -> Array:
         """Row numbers with negative ones moved out of range: index -1 would wrap to the last row."""
         rows = jnp.atleast_1d(jnp.asarray(rows, jnp.int32))
         return jnp.where(rows < 0, self.max_seqs, rows)
 
-    def fork(self, src: Array, dst: Array, *, lengths: Array | None = None) -> "PagedKVCache":
+    def fork(self, src: ArrayLike, dst: ArrayLike, *, lengths: ArrayLike | None = None) -> "PagedKVCache":
         """Rows `dst` become copies of rows `src` that share their pages; what `dst` held is freed. No page is copied.
 
         All at once: a row may be source and destination, so that `fork(order, arange(seqs))` permutes the rows.
@@ -280,9 +281,13 @@ class PagedKVCache:
         return self.assign(rows, source, held)
 
     def truncate(self, lengths: Int[Array, " seqs"]) -> "PagedKVCache":
-        """Forget every row's tokens from `lengths` on (longer than held: nothing); pages without tokens are freed."""
+        """Forget every row's tokens from `lengths` on (longer than held: nothing); pages without tokens are freed.
+
+        `out_of_pages` stays: which tokens a row lost, and whether they are cut off now, the cache does not know.
+        """
         keep = jnp.minimum(self.lengths, lengths)
-        return self.assign(jnp.ones(self.max_seqs, bool), jnp.arange(self.max_seqs, dtype=jnp.int32), keep)
+        cache = self.assign(jnp.ones(self.max_seqs, bool), jnp.arange(self.max_seqs, dtype=jnp.int32), keep)
+        return dataclasses.replace(cache, out_of_pages=self.out_of_pages)
 
     def assign(self, rows: Array, source: Array, lengths: Array) -> "PagedKVCache":
         """Rows of the mask become the first `lengths` tokens of row `source`, sharing its pages; length 0 frees a row.
@@ -292,8 +297,9 @@ class PagedKVCache:
         Args:
           rows: bool[seqs], the rows to change.
           source: i32[seqs], where each of them gets its pages from.
-          lengths: i32[seqs], tokens to keep, at most those of the source.
+          lengths: i32[seqs], tokens to keep, at most those of the source; negative is 0.
         """
+        lengths = jnp.maximum(lengths, 0)
         used = -(-lengths // self.page_size)
         entry = jnp.arange(self.pages_per_seq, dtype=jnp.int32)[None, :]
         tables = jnp.where(entry < used[:, None], self.block_tables[source], 0)

@@ -275,7 +275,7 @@ def _prepare(
         limits = jnp.clip(limits, 1, max_new)
     chunk = min(PREFILL_CHUNK, -(-width // 16) * 16) if prefill_chunk is None else prefill_chunk
     greedy = sampling.always_greedy
-    job = Job(prompts, lengths, limits, _prompt_keys(key, num_prompts, greedy), sampling.per_row(num_prompts), _ids(eos))
+    job = Job(prompts, lengths, limits, prompt_keys(key, num_prompts, greedy), sampling.per_row(num_prompts), end_ids(eos))
     plan = Plan(num_samples, chunk, not greedy, implementation, deterministic, on_token)
     return job, plan, _Sizes(num_pages, page_size, max_seqs, longest, cache_dtype)
 
@@ -292,7 +292,12 @@ def _longest(model: Decoder, lengths: Array, width: int, max_new: int) -> int:
     return min(width + max_new, allowed)
 
 
-def _prompt_keys(key: Array | None, num_prompts: int, greedy: bool) -> Array:
+def prompt_keys(key: Array | None, num_prompts: int, greedy: bool) -> Array:
+    """One key per prompt, out of one key or as they are given; some key where none is needed.
+
+    Raises:
+      ValueError: there is none and it is needed, or their number is wrong.
+    """
     if key is None:
         if not greedy:
             raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
@@ -306,5 +311,6 @@ def _prompt_keys(key: Array | None, num_prompts: int, greedy: bool) -> Array:
     return key
 
 
-def _ids(eos: int | Sequence[int] | Array | None) -> Array:
+def end_ids(eos: int | Sequence[int] | Array | None) -> Array:
+    """End tokens as i32[n]; n is 0 for None."""
     return jnp.zeros(0, jnp.int32) if eos is None else jnp.atleast_1d(jnp.asarray(eos, jnp.int32))

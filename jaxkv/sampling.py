@@ -82,7 +82,8 @@ def _check(name: str, value: object, test: Callable, rule: str) -> None:
 def sortable(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """float32 to integers in the same order; NaN counts as the least."""
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 turns -0.0 into 0.0, its equal
+    x = jnp.where(x == 0, 0.0, x)  # -0.0 is 0.0's equal; x + 0.0 would do, but XLA takes it for x
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

@@ -148,7 +148,8 @@ def padded(rows: Sequence[Sequence[int]], max_seq_len: int, *, exact: bool) -> n
 
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, unless another place or none was asked for."""
-    if jax.config.read("jax_compilation_cache_dir") is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    chosen = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (type checkers do not know jax's options)
+    if chosen is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from tiny import END, byte_tokenizer, save_model
 
 from jaxkv.cli import main
-from jaxkv.cli_generate import Clock, encode, end_tokens, padded
+from jaxkv.cli_generate import Clock, encode, end_tokens, padded, use_compilation_cache
 
 NEW = 8
 FIGURES = re.compile(r"prompt: \d+ tokens.* \| decode: \d+ tokens.* \| pages: \d+ of \d+ tokens \| compile: \d+\.\d s$")
@@ -98,6 +98,19 @@ def test_a_chat_ends_where_its_template_ends_an_answer() -> None:
     end = chat.convert_tokens_to_ids(END)
     assert end_tokens(chat, [], raw=False) == tuple(sorted({end, chat.eos_token_id}))
     assert end_tokens(chat, [7], raw=True) == (7, chat.eos_token_id)
+
+
+@pytest.mark.parametrize("chosen", [None, "/elsewhere"])
+def test_compiled_programs_are_kept_unless_another_place_was_chosen(monkeypatch, tmp_path, chosen: str | None) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("JAXKV_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    try:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == (chosen or str(tmp_path / "xla"))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_prompts_of_similar_length_share_a_width() -> None:

@@ -5,6 +5,8 @@ from jaxkv.config import CacheConfig, ModelConfig, Rope
 from jaxkv.generate import GenerateOutput, GenerateStats, Token, generate, stream
 from jaxkv.kv_cache import CacheStats, PagedKVCache
 from jaxkv.model import Decoder
+from jaxkv.naive import generate_naive
+from jaxkv.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.sampling import Sampling, sample
 from jaxkv.score import score
 from jaxkv.step import StepInputs, extend, step
@@ -19,19 +21,24 @@ __all__ = [
     "Decoder",
     "GenerateOutput",
     "GenerateStats",
+    "Mismatch",
     "ModelConfig",
     "PagedKVCache",
     "Rope",
     "Sampling",
+    "Sequences",
     "StepInputs",
     "Token",
     "beam_search",
     "extend",
     "generate",
+    "generate_naive",
     "load",
+    "mismatch",
     "sample",
     "save",
     "score",
+    "sequences",
     "step",
     "stream",
 ]

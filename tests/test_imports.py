@@ -21,6 +21,7 @@ LAYERS = [
     {"device_scheduler"},
     {"generate"},
     {"score", "beam_search", "naive"},
+    {"rollout"},
     {"families"},
     {"weights"},
     {"auto"},

@@ -83,7 +83,7 @@ def test_damaged_headers_never_do_worse_than_an_error(data: st.DataObject, tmp_p
     try:
         file = GGUFFile(path)
     except ValueError as error:
-        assert str(path) in str(error)
+        assert str(path) in str(error)  # noqa: PT017, whether there is an error depends on the damage
     else:
         for name, tensor in file.tensors.items():
             assert file.read(name).shape == tensor.shape

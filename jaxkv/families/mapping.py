@@ -105,9 +105,7 @@ def split_gated_mlp(c: ModelConfig, layer: int, name: str) -> Iterator[Tensor]:
         yield Tensor(f"{name}.{projection}.weight", (c.intermediate_size, c.hidden_size), (Part(f"{ours}.up", (half,)),))
         if c.mlp_bias:
             yield Tensor(f"{name}.{projection}.bias", (c.intermediate_size,), (Part(f"{ours}.up_bias", (half,)),))
-    yield from linear(
-        f"{name}.down_proj", f"{ours}.down", c.hidden_size, c.intermediate_size, c.mlp_bias, f"{ours}.down_bias"
-    )
+    yield from linear(f"{name}.down_proj", f"{ours}.down", c.hidden_size, c.intermediate_size, c.mlp_bias, f"{ours}.down_bias")
 
 
 def plain_mlp(c: ModelConfig, layer: int, up: str, down: str) -> Iterator[Tensor]:

@@ -12,9 +12,7 @@ from jaxkv.weights.gguf_file import GGUFFile
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"  # SentencePiece's visible space
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -107,9 +105,7 @@ def _sentencepiece(ggml: dict[str, Any], architecture: str) -> Any:
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[ggml.get("unknown_token_id", 0)]
     byte_fallback = "<0x00>" in vocab
-    model = models.BPE(
-        vocab=vocab, merges=implied_merges(vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback
-    )
+    model = models.BPE(vocab=vocab, merges=implied_merges(vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     tokenizer = Tokenizer(model)
     prefix = ggml.get("add_space_prefix", not gemma)
     visible = normalizers.Replace(" ", _SPACE)

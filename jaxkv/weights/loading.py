@@ -24,9 +24,7 @@ _HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def load(
-    name_or_path: str | os.PathLike, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None
-) -> tuple[Decoder, Any]:
+def load(name_or_path: str | os.PathLike, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None) -> tuple[Decoder, Any]:
     """Load a model and its tokenizer, without torch.
 
     Args:

@@ -77,7 +77,8 @@ class SafetensorsSource:
                         if name in self._files:
                             raise ValueError(f"{path} and {self._files[name]} both hold the tensor {name}")
                         self._files[name] = path
-                        self.tensors[name] = (tuple(entry.get_shape()), _NAMES.get(entry.get_dtype(), entry.get_dtype()))
+                        code = str(entry.get_dtype())
+                        self.tensors[name] = (tuple(entry.get_shape()), _NAMES.get(code, code))
             except SafetensorError as error:
                 raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
@@ -114,5 +115,5 @@ def write_safetensors(path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in entries:
             tensor = np.ascontiguousarray(read(name))
-            assert tensor.shape == tuple(shape) and tensor.dtype.name == dtype, (name, tensor.shape, tensor.dtype)
-            file.write(memoryview(tensor.reshape(-1).view(np.uint8)))
+            assert (tensor.shape, tensor.dtype.name) == (tuple(shape), dtype), (name, tensor.shape, tensor.dtype)
+            file.write(tensor.reshape(-1).view(np.uint8).data)

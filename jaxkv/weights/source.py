@@ -17,8 +17,16 @@ class Source(Protocol):
     """
 
     where: str
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    harmless: Sequence[str]
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """See above."""
+        ...
+
+    @property
+    def harmless(self) -> Sequence[str]:
+        """See above."""
+        ...
 
     def spellings(self, name: str) -> Sequence[str]:
         """The names a tensor of the table may have in the file, the usual one first."""

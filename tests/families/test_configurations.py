@@ -69,7 +69,7 @@ def test_old_spellings_of_rotary_parameters() -> None:
     assert linear.rope == Rope(theta=5e4, rotary_dim=16, kind="linear", factor=4.0)
     assert linear.max_seq_len == 512, "linear scaling multiplies the trained length"
 
-    pythia = from_hf({k: v for k, v in LLAMA.items()} | {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 2e4})
+    pythia = from_hf(LLAMA | {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 2e4})
     assert pythia.rope == Rope(theta=2e4, rotary_dim=4)
 
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

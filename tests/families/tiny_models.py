@@ -74,7 +74,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-windows-biases-tied": ("Qwen3Config", SIZES | WINDOWED | TIED | {"head_dim": 8, "attention_bias": True}),
     "gemma2": ("Gemma2Config", GEMMA),
     "gemma2-no-caps-mqa": ("Gemma2Config", GEMMA | MQA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    "gemma2-low-caps-untied": ("Gemma2Config", GEMMA | UNTIED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-low-caps-untied": (
+        "Gemma2Config",
+        GEMMA | UNTIED | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
     "gemma3_text": ("Gemma3TextConfig", GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "gemma3_text-linear": (
         "Gemma3TextConfig",

@@ -48,7 +48,6 @@ class Plan(NamedTuple):
     splits: int
     config: KernelConfig
     options: AttentionOptions
-    interpret: bool
 
     @property
     def q_per_kv(self) -> int:
@@ -67,7 +66,7 @@ class Plan(NamedTuple):
         return math.gcd(self.page_size, self.config.block_tokens)
 
 
-def make_plan(problem: Problem, options: AttentionOptions, config: KernelConfig, interpret: bool) -> Plan:
+def make_plan(problem: Problem, options: AttentionOptions, config: KernelConfig) -> Plan:
     """The sizes of one launch.
 
     Raises:
@@ -82,7 +81,7 @@ def make_plan(problem: Problem, options: AttentionOptions, config: KernelConfig,
         queries, heads, kv_heads, head_dim, num_pages, page_size, width,
         tiles=-(-rows // config.tile_rows),
         splits=-(-width * page_size // config.split_tokens),
-        config=config, options=options, interpret=interpret,
+        config=config, options=options,
     )  # fmt: skip
 
 
@@ -103,7 +102,14 @@ def check_offsets(shape: tuple[int, ...], itemsize: int) -> None:
         )
 
 
-def _tile_positions(plan: Plan, tile: jax.Array, length: jax.Array, num_queries: jax.Array):
+def block_range(plan: Plan, split: jax.Array, lo: jax.Array, hi: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """i32[] first block and the one behind the last that a program reads, of the keys [lo, hi) its tile sees."""
+    per_split, per_block = plan.config.split_tokens, plan.config.block_tokens
+    begin = jnp.maximum(split * per_split, lo) // per_block
+    return begin, (jnp.minimum((split + 1) * per_split, hi) + per_block - 1) // per_block
+
+
+def tile_positions(plan: Plan, tile: jax.Array, length: jax.Array, num_queries: jax.Array):
     """(query, group head, last, first) i32[tile_rows] of a tile's rows and the scalar key range [lo, hi) any of them sees."""
     rows = plan.config.tile_rows
     flat = tile * rows + lax.iota(jnp.int32, rows)
@@ -195,15 +201,13 @@ def _attend_kernel(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref
     row_tile, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row, tile = row_tile // plan.tiles, row_tile % plan.tiles
     length = jnp.clip(lengths_ref[row], 0, plan.pages_per_seq * plan.page_size)
-    query, group, last, first, lo, hi = _tile_positions(plan, tile, length, num_queries_ref[row])
+    query, group, last, first, lo, hi = tile_positions(plan, tile, length, num_queries_ref[row])
     shape = (plan.config.tile_rows, plan.padded_dim)
     feature = lax.broadcasted_iota(jnp.int32, shape, 1)
     spread = lambda x: lax.broadcast_in_dim(x, shape, (0,))
     index = (jnp.full(shape, row), spread(query), spread(head * plan.q_per_kv + group), feature)
     q = plgpu.load(q_ref.at[index], mask=spread(query < plan.queries) & (feature < plan.head_dim), other=0)
-    per_split, per_block = plan.config.split_tokens, plan.config.block_tokens
-    begin = jnp.maximum(split * per_split, lo) // per_block
-    end = (jnp.minimum((split + 1) * per_split, hi) + per_block - 1) // per_block
+    begin, end = block_range(plan, split, lo, hi)
 
     @pl.when(begin < end)
     def _():
@@ -230,7 +234,7 @@ def _merge_kernel(partial_ref, partial_lse_ref, lengths_ref, num_queries_ref, *r
     row_tile, head = pl.program_id(0), pl.program_id(1)
     row, tile = row_tile // plan.tiles, row_tile % plan.tiles
     length = jnp.clip(lengths_ref[row], 0, plan.pages_per_seq * plan.page_size)
-    _, group, last, _, lo, hi = _tile_positions(plan, tile, length, num_queries_ref[row])
+    _, group, last, _, lo, hi = tile_positions(plan, tile, length, num_queries_ref[row])
     shape = (plan.config.tile_rows, plan.padded_dim)
     rows, feature = lax.iota(jnp.int32, shape[0]), lax.broadcasted_iota(jnp.int32, shape, 1)
     spread = lambda x: lax.broadcast_in_dim(x, shape, (0,))
@@ -284,7 +288,7 @@ def paged_attention_triton(
     Raises:
       NotImplementedError: a pool whose offsets would overflow; see `check_offsets`.
     """
-    plan = make_plan(problem, options, config, interpret)
+    plan = make_plan(problem, options, config)
     batch = problem.q.shape[0]
     per_page, row_tokens = plan.page_size // plan.row_tokens, plan.row_tokens
     count = plan.num_pages * plan.kv_heads * per_page

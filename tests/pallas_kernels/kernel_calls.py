@@ -1,0 +1,48 @@
+"""Runs a NumPy case through the public operation, and compares it with the oracle."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_oracle import Case, dense_attention
+
+import pallas_kernels
+
+# Rounding of the output, of p and of the inputs' products; bf16 has 8 bits, fp16 11. Relative to the largest |v| of a case.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
+
+
+def run(case: Case, implementation: str, **more) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of the operation under jit, 3-D where the case has one query per row and all are live or dead by length."""
+    options = case.options | more
+    static = {k: v for k, v in options.items() if not isinstance(v, np.ndarray)}
+    arrays = {k: jnp.asarray(v) for k, v in options.items() if isinstance(v, np.ndarray)}
+    decode = case.q.shape[1] == 1 and (case.num_queries == np.minimum(case.lengths, 1)).all()
+
+    @jax.jit
+    def call(q, k, v, tables, lengths, num_queries, arrays):
+        return pallas_kernels.paged_attention(
+            q[:, 0] if decode else q, k, v, tables, lengths, num_queries=None if decode else num_queries,
+            return_lse=True, implementation=implementation, **static, **arrays,
+        )  # fmt: skip
+
+    fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
+    out, lse = call(*map(jnp.asarray, fields), arrays)
+    assert out.dtype == case.q.dtype and lse.dtype == jnp.float32
+    out, lse = np.asarray(out), np.asarray(lse)
+    return (out[:, None], lse[:, None]) if decode else (out, lse)
+
+
+def check(case: Case, implementation: str, **more) -> None:
+    """Asserts that the operation agrees with the oracle, to the rounding of the case's dtype."""
+    out, lse = run(case, implementation, **more)
+    want, want_lse = dense_attention(case)
+    dead = np.isneginf(want_lse)
+    assert (np.isneginf(lse) == dead).all(), "dead queries have lse -inf, and only they"
+    assert (out[dead] == 0).all(), "dead queries are exactly 0"
+    assert np.isfinite(out.astype(np.float64)).all(), "no NaN or overflow reaches the output"
+    name = case.q.dtype.name
+    size = max(1.0, float(np.abs(want).max(initial=0.0)))
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=TOLERANCE[name] * size)
+    np.testing.assert_allclose(lse[~dead], want_lse[~dead], rtol=1e-5, atol=1e-5)

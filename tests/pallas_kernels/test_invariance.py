@@ -1,0 +1,98 @@
+"""A row's bits do not depend on its mates, the table's width, the page size or how many queries run with it."""
+
+import numpy as np
+import pytest
+from kernel_calls import run
+from kernel_oracle import Case
+
+LENGTH, HEAD_DIM = 333, 64
+
+
+def rows(batch, *, page_size=16, widen=1, kv_heads=2, q_per_kv=3, dtype="float32", queries=1, ends=None, **options):
+    """`batch` rows, the middle one of LENGTH tokens, the same in every call; the others hold prefixes of its pages.
+
+    Returns the case and the index of that row.
+    """
+    from kernel_oracle import DTYPES
+
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((LENGTH, kv_heads * q_per_kv, HEAD_DIM)).astype(DTYPES[dtype])
+    k, v = rng.standard_normal((2, LENGTH, kv_heads, HEAD_DIM))
+    count = -(-LENGTH // page_size)
+    ids = np.random.default_rng(page_size).permutation(np.arange(1, count + 1))
+    pages = np.full((2, count + 1, kv_heads, page_size, HEAD_DIM), np.nan)
+    for position in range(LENGTH):
+        pages[0, ids[position // page_size], :, position % page_size] = k[position]
+        pages[1, ids[position // page_size], :, position % page_size] = v[position]
+    pages = pages.astype(DTYPES[dtype])
+    tables = np.full((batch, count * widen), -3, np.int32)
+    tables[:, :count] = ids
+    mates = np.random.default_rng(batch)
+    at = batch // 2
+    lengths = mates.integers(0, LENGTH, batch).astype(np.int32)
+    every = mates.standard_normal((batch, queries, kv_heads * q_per_kv, HEAD_DIM)).astype(DTYPES[dtype])
+    end = LENGTH if ends is None else ends
+    real = min(queries, end)
+    lengths[at] = end
+    every[at, :real] = q[end - real : end]
+    counts = np.minimum(lengths, queries).astype(np.int32)
+    return Case(every, *pages, tables, lengths, counts, options), at
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_batch_mates_and_table_width(implementation, dtype, deterministic):
+    """Regression: XLA's sum over the last axis is cut among threads by the number of rows, and its float32 bits with it."""
+
+    def bits(batch, widen):
+        case, at = rows(batch, widen=widen, dtype=dtype, deterministic=deterministic)
+        out, lse = run(case, implementation)
+        return out[at].tobytes(), lse[at].tobytes()
+
+    alone = bits(1, 1)
+    for batch, widen in ((2, 1), (8, 1), (64, 1), (1, 4), (1, 16), (8, 16)):
+        assert bits(batch, widen) == alone, f"batch {batch}, table {widen}x"
+
+
+@pytest.mark.parametrize("kv_heads, q_per_kv", [(1, 1), (1, 8), (3, 3), (4, 4)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_batch_mates_on_other_head_counts(kv_heads, q_per_kv, deterministic):
+    def bits(batch):
+        case, at = rows(batch, kv_heads=kv_heads, q_per_kv=q_per_kv, deterministic=deterministic)
+        return tuple(x[at].tobytes() for x in run(case, "xla"))
+
+    alone = bits(1)
+    for batch in (2, 8, 64):
+        assert bits(batch) == alone, f"batch {batch}"
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+def test_page_size(implementation):
+    def bits(page_size):
+        case, at = rows(1, page_size=page_size)
+        return tuple(x[at].tobytes() for x in run(case, implementation))
+
+    base = bits(16)
+    for page_size in (1, 3, 8, 24, 128, 256):
+        assert bits(page_size) == base, f"page size {page_size}"
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_heads, q_per_kv, window", [(2, 3, None), (1, 8, 50), (1, 1, None)])
+def test_deterministic_decode_equals_prefill(implementation, dtype, kv_heads, q_per_kv, window):
+    """What rollout and training log-probabilities that agree bit by bit rest on."""
+
+    def bits(queries, ends, index):
+        case, at = rows(
+            1, queries=queries, ends=ends, dtype=dtype, kv_heads=kv_heads, q_per_kv=q_per_kv,
+            deterministic=True, sliding_window=window,
+        )  # fmt: skip
+        out, lse = run(case, implementation)
+        return out[at, index].tobytes(), lse[at, index].tobytes()
+
+    for position in (0, 99, 127, 128, 140):
+        decoded = bits(1, position + 1, 0)
+        assert bits(64, 141 if position >= 77 else 64, position - 77 if position >= 77 else position) == decoded, position
+        assert bits(5, position + 1, min(4, position)) == decoded, position

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.config import ModelConfig
+from jaxkv.config import Activation, ModelConfig
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -58,7 +58,7 @@ def refuse(hf: Any, allowed: Mapping[str, tuple]) -> None:
         raise ValueError(f"{hf.model_type} configuration with unsupported {', '.join(found)}")
 
 
-def activation(hf: Any, field: str) -> str:
+def activation(hf: Any, field: str) -> Activation:
     """Our name of the activation in `field`.
 
     Raises:

@@ -190,7 +190,7 @@ def _rope(m: _Metadata, head_dim: int) -> dict[str, Any]:
 def _llama3(divisors: np.ndarray, theta: float, rotary_dim: int) -> dict[str, Any]:
     """Llama 3's scaling from what each frequency is divided by; its parameters are those of all released models."""
     factor = round(float(divisors.max()), 4)
-    known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    known: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     plain = Rope(theta=theta, rotary_dim=rotary_dim)
     scaled = Rope(theta=theta, rotary_dim=rotary_dim, kind="llama3", factor=factor, original_max_seq_len=8192, **known)
     expected = inverse_frequencies(plain) / inverse_frequencies(scaled)

@@ -2,5 +2,6 @@
 
 jaxkv bench decode                          prefill and decode speed, next to the memory-bandwidth limit
 python -m jaxkv.bench.against_transformers  decode next to transformers on torch, same weights and threads
+python -m jaxkv.bench.continuous_batching   rows refilled as they end next to static batches
 python -m jaxkv.bench.pool_size             time per step with a pool of 1 and of 50 times the pages needed
 """

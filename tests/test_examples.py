@@ -18,7 +18,7 @@ from tiny import save_model
 import jaxkv
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+EXAMPLES = [DOCS / "examples" / f"{name}.py" for name in ("best_of_n", "tree_search", "speculative_verify")]
 
 
 def example(name: str) -> ModuleType:

@@ -18,7 +18,9 @@ def speculate(model, draft, prompts, *, new_tokens, k=4):
     """Greedy tokens of `model`, i32[rows, new_tokens], whatever `draft` guesses, and how many calls of `model` it took."""
     rows, width = prompts.shape
     room = width + new_tokens + k
-    create = functools.partial(jaxkv.PagedKVCache.create, num_pages=1 + rows * pages_for(room, 16), max_seqs=rows, max_seq_len=room)
+    create = functools.partial(
+        jaxkv.PagedKVCache.create, num_pages=1 + rows * pages_for(room, 16), max_seqs=rows, max_seq_len=room
+    )
     full = jnp.full(rows, width - 1)
     _, cache = jaxkv.extend(model, create(model.config), prompts, full)  # all but the last token, which begins the first round
     _, cache_d = jaxkv.extend(draft, create(draft.config), prompts, full)

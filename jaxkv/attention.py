@@ -168,7 +168,7 @@ class Paged:
         v: Float[Array, "tokens kv_heads head_dim"],
         pages: Pages,
     ) -> tuple[Float[Array, "tokens heads head_dim"], Pages]:
-        """Write k and v (cast to the pages' dtype), then attend; returns the context and the pages with them in."""
+        """Write k and v, then attend, in the pages' dtype; returns the context in q's and the pages with them in."""
         with jax.named_scope("write_pages"):
             k, v = k.astype(pages.k.dtype), v.astype(pages.v.dtype)
             pages = Pages(*pallas_kernels.write_pages(pages.k, pages.v, k, v, self.pages, self.offsets))
@@ -176,7 +176,7 @@ class Paged:
         for s in self.segments:
             stop = start + s.rows * s.queries
             part = pallas_kernels.paged_attention(
-                q[start:stop].reshape(s.rows, s.queries, *q.shape[1:]),
+                q[start:stop].reshape(s.rows, s.queries, *q.shape[1:]).astype(pages.k.dtype),
                 pages.k,
                 pages.v,
                 s.block_tables,
@@ -188,6 +188,6 @@ class Paged:
                 implementation=self.implementation,
                 deterministic=self.deterministic,
             )
-            parts.append(part.reshape(stop - start, *q.shape[1:]))
+            parts.append(part.reshape(stop - start, *q.shape[1:]).astype(q.dtype))
             start = stop
         return jnp.concatenate(parts), pages

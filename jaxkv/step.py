@@ -134,20 +134,22 @@ def extend(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((model, cache, tokens, num_tokens))):
         return _extend(model, cache, tokens, num_tokens, *static)
     check_tokens(jnp.where(jnp.arange(tokens.shape[1])[None] < num_tokens[:, None], tokens, 0), model.config.vocab_size)
-    _check_room(cache, np.asarray(num_tokens), tokens.shape[1])
+    _check_room(cache, np.asarray(num_tokens), tokens.shape[1], model.config.max_seq_len)
     return _extend_jit(model, cache, tokens, num_tokens, *static)
 
 
-def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, chunk: int) -> None:
+def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, chunk: int, allowed: int) -> None:
     wrong = np.flatnonzero((num_tokens < 0) | (num_tokens > chunk))
     if wrong.size:
         raise ValueError(f"num_tokens[{wrong[0]}] is {num_tokens[wrong[0]]}, but must be 0 to {chunk}")
-    lengths, most = np.asarray(cache.lengths), cache.pages_per_seq * cache.page_size
+    room = cache.pages_per_seq * cache.page_size
+    lengths, most = np.asarray(cache.lengths), min(room, allowed)
     long = np.flatnonzero((num_tokens > 0) & (lengths + num_tokens > most))
     if long.size:
         row = long[0]
         raise ValueError(
-            f"row {row} holds {lengths[row]} tokens and cannot take {num_tokens[row]} more: its block table has room for {most}"
+            f"row {row} holds {lengths[row]} tokens and cannot take {num_tokens[row]} more: "
+            f"its block table has room for {room} and the model allows {allowed}"
         )
     stuck = np.flatnonzero((num_tokens > 0) & np.asarray(cache.out_of_pages))
     if stuck.size:

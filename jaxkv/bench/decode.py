@@ -14,13 +14,12 @@ from jaxkv.model import Decoder, parameters_nbytes
 HEADER = ["batch", "context", "prefill tok/s", "decode tok/s", "ms/step", "limit tok/s", "% of limit", "compile s", "peak MiB"]
 
 
-def measure_cell(model: Decoder, work: Workload, *, bandwidth: float, repeats: int) -> dict[str, Any]:
-    """All figures of one workload.
+def measure_cell(model: Decoder, work: Workload, repeats: int) -> dict[str, Any]:
+    """The measured figures of one workload.
 
     Args:
       model: the decoder.
       work: what to run.
-      bandwidth: of the memory, bytes/s.
       repeats: runs; medians are returned.
 
     Returns:
@@ -28,7 +27,6 @@ def measure_cell(model: Decoder, work: Workload, *, bandwidth: float, repeats: i
     """
     reset_peak_memory()
     timing = Runner(model, work).timing(repeats)
-    limit = step_bytes(model, work) / bandwidth
     return {
         "batch_size": work.batch_size,
         "context_length": work.context_length,
@@ -36,10 +34,18 @@ def measure_cell(model: Decoder, work: Workload, *, bandwidth: float, repeats: i
         "decode_tokens_per_second": work.batch_size / timing.step_seconds,
         "step_seconds": timing.step_seconds,
         "step_bytes": step_bytes(model, work),
-        "limit_tokens_per_second": work.batch_size / limit,
-        "bandwidth_share": limit / timing.step_seconds,
         "compile_seconds": timing.compile_seconds,
         "peak_memory_bytes": peak_memory(),
+    }
+
+
+def with_limit(cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+    """A cell's figures and what the memory's bandwidth, in bytes/s, allows at best."""
+    limit = cell["step_bytes"] / bandwidth
+    return {
+        **cell,
+        "limit_tokens_per_second": cell["batch_size"] / limit,
+        "bandwidth_share": limit / cell["step_seconds"],
     }
 
 
@@ -69,11 +75,12 @@ def run(args: argparse.Namespace) -> int:
     ]
     for work in works:
         work.check(model)
-    bandwidth = memory_bandwidth()
-    cells = []
+    bandwidth, cells = memory_bandwidth(), []
     for work in works:
         print(f"batch {work.batch_size}, context {work.context_length} ...", file=sys.stderr)
-        cells.append(measure_cell(model, work, bandwidth=bandwidth, repeats=args.repeats))
+        cells.append(measure_cell(model, work, args.repeats))
+        bandwidth = max(bandwidth, memory_bandwidth())  # on a shared machine one look may fall into a bad moment
+    cells = [with_limit(cell, bandwidth) for cell in cells]
     report = {
         **machine(),
         "model": args.model,

@@ -97,7 +97,7 @@ def abstract_arguments(case: CompileCase, sharding) -> tuple[dict, dict]:
     if case.operation == "write":
         new = array((case.batch, case.kv_heads, case.head_dim), case.dtype)
         index = array((case.batch,), "int32")
-        return arrays | {"k": new, "v": new, "pages": index, "offsets": index}, {}
+        return arrays | {"k": new, "v": new, "pages": index, "offsets": index}, {"implementation": case.implementation}
     queries = (case.queries,) if case.queries else ()
     arrays |= {
         "q": array((case.batch, *queries, case.heads, case.head_dim), case.dtype),

@@ -28,7 +28,7 @@ def _block_gradients(problem, options, geo, grouped, block):
     """(dq of this block, dk and dv [n, tokens, head_dim], rows, live) with `grouped` = q, out, lse, dout, dlse by kv head."""
     q, delta, lse, dout, dlse = grouped
     kv_heads = problem.k_pages.shape[1]
-    rows = xla.row_indices(block, problem.k_pages, problem.block_tables)
+    rows = xla.row_indices(block, problem.k_pages.shape, problem.block_tables)
     seen = xla.visible(block, geo, kv_heads, problem.q.shape[2] // kv_heads)
     live = jnp.any(seen, axis=1)
 

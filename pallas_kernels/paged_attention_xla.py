@@ -75,13 +75,13 @@ def geometry(
     return Geometry(last, first, begin, end)
 
 
-def row_indices(block: jax.Array, pages: jax.Array, block_tables: jax.Array) -> jax.Array:
-    """Rows of the 2-D view of the pool that hold one block: i32[batch, kv_heads, rows per block].
+def row_indices(block: jax.Array, shape: tuple[int, ...], block_tables: jax.Array) -> jax.Array:
+    """Rows of the 2-D view of a pool of `shape` that hold one block: i32[batch, kv_heads, rows per block].
 
     Table entries that are out of range are clamped, and so is the position behind the table's last page: what is read there
     is masked later.
     """
-    num_pages, kv_heads, page_size, _ = pages.shape
+    num_pages, kv_heads, page_size, _ = shape
     row_tokens = math.gcd(page_size, BLOCK_TOKENS)
     start = block * BLOCK_TOKENS + lax.iota(jnp.int32, BLOCK_TOKENS // row_tokens) * row_tokens
     column = jnp.minimum(start // page_size, block_tables.shape[1] - 1)
@@ -174,7 +174,7 @@ def _attend_tile(problem: Problem, geo: Geometry, options: AttentionOptions) -> 
 
     def body(block, carry):
         top, total, acc = carry
-        rows = row_indices(block, k_pages, problem.block_tables)
+        rows = row_indices(block, k_pages.shape, problem.block_tables)
         seen = visible(block, geo, kv_heads, heads // kv_heads)
         k_scale = None if problem.k_scales is None else gather_block(problem.k_scales, rows)
         s = jnp.where(seen, scores(grouped, gather_block(k_pages, rows), k_scale, options), -jnp.inf)

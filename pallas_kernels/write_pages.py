@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import options as opts
+from pallas_kernels.dispatch import choose_implementation
+from pallas_kernels.paged_attention_triton import check_offsets
+from pallas_kernels.write_pages_triton import LARGEST, write_pages_triton
 
 # On CPU, XLA widens a scatter into these dtypes, pool and all, there and back (measured: 90 ms for 25 MB of bfloat16, jaxlib
 # 0.10.2; fp8 also in 0.12). Scattering their bits costs two plain copies of the pool instead (2.5 ms); other dtypes none.
 _WIDENED_ON_CPU = ("float8_e4m3fn", "float8_e5m2") + (("bfloat16",) if jax.__version_info__ < (0, 11) else ())
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -25,7 +27,7 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
       values [..., head_dim] in dtype and scale f32[...] with x ~ values * scale; the largest magnitude maps to the dtype's
       largest value, and a vector of zeros has scale 1.
     """
-    largest = _LARGEST[jnp.dtype(dtype).name]
+    largest = LARGEST[jnp.dtype(dtype).name]
     wide = x.astype(jnp.float32)
     peak = jnp.max(jnp.abs(wide), axis=-1)
     scale = jnp.where(peak > 0, peak / largest, 1.0)
@@ -77,6 +79,7 @@ def write_pages(
     *,
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Writes one key and one value per token and kv head; in place when the caller donates the pool.
 
@@ -86,18 +89,27 @@ def write_pages(
       pages: i32[tokens], the page of each token; 0 (the null page) or anything out of range: the token is dropped.
       offsets: i32[tokens] in [0, page_size), the slot within the page. No live slot may be named twice.
       k_scales, v_scales: f32[num_pages, kv_heads, page_size], with quantized pages only; written too.
+      implementation: "xla", "triton", "triton_interpret", or None for the best one of the default platform.
 
     Returns:
       (k_pages, v_pages), or (k_pages, v_pages, k_scales, v_scales) with quantized pages.
 
     Raises:
       ValueError: a shape or dtype is wrong.
+      NotImplementedError: the implementation asked for by name cannot run here.
     """
     opts.check_pages(k_pages, v_pages, k_scales, v_scales)
     opts.check_writes(k_pages, k, v, pages, offsets)
     slots = slot_indices(k_pages.shape, pages, offsets)
-    if k_scales is None or v_scales is None:
-        return _put(k_pages, k, slots), _put(v_pages, v, slots)
-    (k_low, k_scale), (v_low, v_scale) = quantize(k, k_pages.dtype), quantize(v, v_pages.dtype)
-    new = ((k_pages, k_low), (v_pages, v_low), (k_scales, k_scale), (v_scales, v_scale))
-    return tuple(_put(pool, values, slots) for pool, values in new)
+    pools = (k_pages, v_pages) if k_scales is None or v_scales is None else (k_pages, v_pages, k_scales, v_scales)
+    name = choose_implementation(implementation, k_pages.dtype)
+    if name.startswith("mosaic"):
+        raise NotImplementedError(f"write_pages has no {name!r} implementation; use 'triton' or 'xla'")
+    if name.startswith("triton"):
+        check_offsets(k_pages.shape, k_pages.dtype.itemsize)
+        return write_pages_triton(pools, k, v, slots, interpret=name == "triton_interpret")
+    new = (k, v)
+    if len(pools) == 4:
+        (k, k_scale), (v, v_scale) = quantize(k, k_pages.dtype), quantize(v, v_pages.dtype)
+        new = (k, v, k_scale, v_scale)
+    return tuple(_put(pool, values, slots) for pool, values in zip(pools, new))

@@ -1,0 +1,157 @@
+"""What is refused and how; offsets near 2**31; bytes a launch reads, from the kernel's own loop bounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_calls import check
+from kernel_oracle import dense_attention, make_case
+
+import pallas_kernels
+from pallas_kernels import options, paged_attention_xla, write_pages
+from pallas_kernels.config import KernelConfig, generation_of, kernel_config
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_attention_triton import check_offsets, make_plan
+from pallas_kernels.targets import TARGETS, target_mesh
+from pallas_kernels.traffic import bytes_read, slot_reads
+
+
+def arguments(dtype="float32", page_dtype=None):
+    array = lambda *shape, dtype=dtype: jnp.zeros(shape, dtype)
+    pages = array(5, 2, 8, 16, dtype=page_dtype or dtype)
+    return {
+        "q": array(3, 4, 16), "k_pages": pages, "v_pages": pages,
+        "block_tables": array(3, 2, dtype="int32"), "lengths": array(3, dtype="int32"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": jnp.zeros((3, 16))}, "q must be"),
+        ({"q": jnp.zeros((3, 5, 16))}, "multiple of kv_heads"),
+        ({"q": jnp.zeros((3, 4, 8))}, "head_dim 8"),
+        ({"q": jnp.zeros((3, 4, 16), jnp.bfloat16)}, "one dtype"),
+        ({"k_pages": jnp.zeros((5, 2, 8))}, "k_pages must be"),
+        ({"v_pages": jnp.zeros((5, 2, 8, 8))}, "v_pages must have shape"),
+        ({"block_tables": jnp.zeros((2, 2), jnp.int32)}, "block_tables must be"),
+        ({"lengths": jnp.zeros((3,))}, "lengths must be int32"),
+        ({"lengths": jnp.zeros((4,), jnp.int32)}, "lengths must have shape"),
+        ({"num_queries": jnp.zeros((3,), jnp.int32)}, "4-D q"),
+        ({"sinks": jnp.zeros((3,))}, "sinks must have shape"),
+        ({"k_scales": jnp.zeros((5, 2, 8))}, "take no k_scales"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
+        ({"scale": float("nan")}, "scale"),
+        ({"implementation": "cuda"}, "'cuda'"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.paged_attention(**(arguments() | change))
+
+
+def test_quantized_pages_need_scales():
+    with pytest.raises(ValueError, match="need k_scales"):
+        pallas_kernels.paged_attention(**arguments(page_dtype="int8"))
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_a_named_implementation_that_cannot_run_raises(name):
+    with pytest.raises(NotImplementedError, match=f"{name}.*cannot run"):
+        pallas_kernels.paged_attention(**arguments(), implementation=name)
+
+
+def test_e4m3_on_sm_80_is_refused_before_the_compiler_sees_it():
+    scales = jnp.zeros((5, 2, 8))
+    call = lambda **a: pallas_kernels.paged_attention(**a, k_scales=scales, v_scales=scales, implementation="triton")
+    with jax.sharding.use_abstract_mesh(target_mesh(TARGETS["sm_80"])):
+        with pytest.raises(NotImplementedError, match="float8_e4m3fn.*9.0.*float8_e5m2 or int8"):
+            jax.eval_shape(call, **arguments(page_dtype="float8_e4m3fn"))
+    with jax.sharding.use_abstract_mesh(target_mesh(TARGETS["sm_90a"])):
+        jax.eval_shape(call, **arguments(page_dtype="float8_e4m3fn"))
+
+
+def test_configurations_are_checked():
+    good = {"generation": "sm_90", "block_tokens": 64, "split_tokens": 1024, "tile_rows": 16, "num_warps": 4, "num_stages": 3}
+    KernelConfig(**good)
+    for name, value in (
+        ("generation", "sm_70"), ("block_tokens", 48), ("split_tokens", 100), ("tile_rows", 8), ("num_warps", 3), ("num_stages", 0)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}.*{value}"):
+            KernelConfig(**(good | {name: value}))
+    assert [generation_of(c) for c in ("8.0", "8.9", "9.0", "10.0", "12.0")] == ["sm_80", "sm_80", "sm_90", "sm_100", "sm_100"]
+    with pytest.raises(NotImplementedError, match="7.5"):
+        generation_of("7.5")
+
+
+def test_pools_whose_triton_offsets_would_overflow():
+    """jax's Triton lowering takes 32-bit element offsets up to 2**32 bytes: one-byte pools wrap above 2**31 elements."""
+    check_offsets((2**20, 8, 2, 128), 1)  # 2**31 elements: the last offset is 2**31 - 1
+    with pytest.raises(NotImplementedError, match="overflow int32"):
+        check_offsets((2**20 + 1, 8, 2, 128), 1)
+    check_offsets((2**21 + 1, 8, 2, 128), 1)  # above 2**32 bytes offsets are 64 bits wide
+    check_offsets((2**20, 8, 2, 128), 2)
+    check_offsets((2**20 + 1, 8, 2, 128), 2)
+
+
+def test_slots_near_the_limit_of_int32():
+    shape = (2**16 - 1, 8, 4096, 128)  # 2**31 - 2**15 slots, 2**38 elements: far over 4 GiB
+    pages, offsets = np.array([1, 2**16 - 2], np.int32), np.array([0, 4095], np.int32)
+    got = np.asarray(write_pages.slot_indices(shape, jnp.asarray(pages), jnp.asarray(offsets))).reshape(2, 8)
+    want = (pages.astype(np.int64)[:, None] * 8 + np.arange(8)) * 4096 + offsets.astype(np.int64)[:, None]
+    assert (got == want).all() and want.max() == 2**31 - 2**15 - 1
+    block = 2**31 // 128  # the gather's row numbers of the last page
+    table = jnp.full((1, 32), 2**16 - 2, jnp.int32)
+    rows = np.asarray(paged_attention_xla.row_indices(jnp.int32(31), shape, table))
+    want = ((2**16 - 2) * 8 + np.arange(8)) * 32 + 31
+    assert (rows.reshape(8) == want).all() and rows.max() < block
+
+
+def test_a_pool_with_more_slots_than_int32_counts_is_refused():
+    pool = jax.ShapeDtypeStruct((2**16, 8, 4096, 128), jnp.int8)
+    with pytest.raises(ValueError, match="2\\*\\*31 - 1"):
+        jax.eval_shape(lambda p: options.check_pages(p, p, None, None), pool)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("page_size", [16, 24, 256])
+def test_every_live_page_is_read_once(window, page_size):
+    """Bytes from the kernel's own loop bounds; a page behind the window is not read at all."""
+    case = make_case(lengths=(0, 1, 16, 300, 1500, 2400), page_size=page_size, kv_heads=2, q_per_kv=4)
+    head_dim, itemsize = 64, 2
+    settings = AttentionOptions(scale=1.0, sliding_window=window)
+    config = kernel_config("sm_90", head_dim=head_dim, page_dtype="bfloat16", rows=4)
+    fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
+    plan = make_plan(paged_attention_xla.Problem(*fields, None, None, None), settings, config)
+    reads = slot_reads(plan, case.lengths, case.num_queries)
+    for row, length in enumerate(case.lengths):
+        first = 0 if window is None else max(0, int(length) - window)
+        want = np.zeros(reads.shape[1], int)
+        want[first:length] = 1
+        assert (reads[row] == want).all(), f"length {length}"
+    pages = sum(-(-int(n) // page_size) - (0 if window is None else max(0, int(n) - window) // page_size) for n in case.lengths)
+    limit = 2 * pages * page_size * 2 * head_dim * itemsize
+    total = bytes_read(plan, case.lengths, case.num_queries, itemsize)
+    partial = 2 * 2 * page_size * len(case.lengths) * 2 * head_dim * itemsize  # a part of the first and last page each
+    assert limit - partial <= total <= limit
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+def test_prefill_is_one_row_of_many_queries(implementation):
+    case = make_case(lengths=(75,), queries=20, num_queries=(17,), sliding_window=30)
+    out, lse = pallas_kernels.paged_prefill_attention(
+        jnp.asarray(case.q[0]), jnp.asarray(case.k_pages), jnp.asarray(case.v_pages), jnp.asarray(case.block_tables[0]),
+        jnp.int32(75), jnp.int32(17), sliding_window=30, return_lse=True, implementation=implementation,
+    )  # fmt: skip
+    want, want_lse = dense_attention(case)
+    np.testing.assert_allclose(out, want[0], atol=1e-5)
+    np.testing.assert_allclose(lse[:17], want_lse[0, :17], atol=1e-5)
+    assert np.isneginf(lse[17:]).all()
+
+
+def test_the_oracle_notices_a_wrong_kernel():
+    """The comparison can fail: a window one key too wide is found."""
+    case = make_case(lengths=(40,), sliding_window=9)
+    with pytest.raises(AssertionError):
+        check(case, "xla", sliding_window=10)

@@ -165,7 +165,7 @@ def read_ptx(path: pathlib.Path, arch: str, launches: dict[str, tuple[int, int]]
     return reports
 
 
-def compile_cases(cases: list[CompileCase], *, timeout: float = 1800) -> list[dict]:
+def compile_cases(cases: list[CompileCase], *, timeout: float = 1800.0) -> list[dict]:
     """Compiles cases, one process per target and group, and gathers `{"case", "kernels" or "error"}` in their order.
 
     Raises:

@@ -8,12 +8,13 @@ from kernel_calls import check
 from kernel_oracle import dense_attention, make_case
 
 import pallas_kernels
-from pallas_kernels import options, paged_attention_xla, write_pages
+from pallas_kernels import options, paged_attention_xla
 from pallas_kernels.config import KernelConfig, generation_of, kernel_config
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_triton import check_offsets, make_plan
 from pallas_kernels.targets import TARGETS, target_mesh
 from pallas_kernels.traffic import bytes_read, slot_reads
+from pallas_kernels.write_pages import slot_indices
 
 
 def arguments(dtype="float32", page_dtype=None):
@@ -98,7 +99,7 @@ def test_pools_whose_triton_offsets_would_overflow():
 def test_slots_near_the_limit_of_int32():
     shape = (2**16 - 1, 8, 4096, 128)  # 2**31 - 2**15 slots, 2**38 elements: far over 4 GiB
     pages, offsets = np.array([1, 2**16 - 2], np.int32), np.array([0, 4095], np.int32)
-    got = np.asarray(write_pages.slot_indices(shape, jnp.asarray(pages), jnp.asarray(offsets))).reshape(2, 8)
+    got = np.asarray(slot_indices(shape, jnp.asarray(pages), jnp.asarray(offsets))).reshape(2, 8)
     want = (pages.astype(np.int64)[:, None] * 8 + np.arange(8)) * 4096 + offsets.astype(np.int64)[:, None]
     assert (got == want).all() and want.max() == 2**31 - 2**15 - 1
     block = 2**31 // 128  # the gather's row numbers of the last page

@@ -2,12 +2,14 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from kernel_calls import check, run
 from kernel_oracle import make_case
 
-IMPLEMENTATIONS = ("xla", "triton_interpret")
+ON_GPU = jax.default_backend() == "gpu"
+IMPLEMENTATIONS = ("xla", *([pytest.param("triton", id="triton-gpu")] if ON_GPU else ["triton_interpret"]))
 
 # One word per option; each is tried alone and with every other it can go with.
 OPTIONS = {

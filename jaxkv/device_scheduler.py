@@ -9,16 +9,17 @@ Words: a *request* is one sample of one prompt, number `prompt * num_samples + s
 
 A row's tokens are its request's prompt and what it has generated. What is not in the cache yet is *missing*: one token means
 decode, more mean prefill, in chunks. After a preemption everything is missing and is computed again: nothing else happens.
-
 Samples of one prompt share its pages: a request is admitted by a fork of a row with the same prompt, short of the prompt's last
 token, whose logits it needs. While that row still prefills, the request waits.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -39,6 +40,7 @@ class Plan:
       sampled: whether any row may sample (else it is not compiled).
       implementation, deterministic: see `jaxkv.step.step`.
       on_token: host callback (prompt, sample, position, token), or None.
+      speculation: None, or its `run_step` takes the place of the one below (see `jaxkv.speculative`).
     """
 
     num_samples: int
@@ -47,6 +49,7 @@ class Plan:
     implementation: str | None
     deterministic: bool
     on_token: Callable[[int, int, int, int], None] | None = None
+    speculation: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +63,7 @@ class Job:
       keys: source of randomness.
       sampling: with arrays.
       eos: i32[n], ids that end a sequence; n may be 0.
+      draft: a second model that guesses tokens, for `Plan.speculation`; its pages stand behind the model's in the cache.
     """
 
     prompts: Int[Array, "num_prompts width"]
@@ -68,6 +72,7 @@ class Job:
     keys: Key[Array, " num_prompts"]
     sampling: Sampling
     eos: Int[Array, " ends"]
+    draft: Decoder | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -163,8 +168,10 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
     def decoding(r: Run) -> Array:
         return going(r) & ~jnp.any(r.missing(job, plan) > 1)
 
+    take_step = run_step if plan.speculation is None else plan.speculation.run_step
+
     def turn(r: Run, chunk: int) -> Run:
-        return schedule(job, run_step(model, job, r, plan, chunk), plan)
+        return schedule(job, take_step(model, job, r, plan, chunk), plan)
 
     def with_chunk(r: Run) -> Run:
         return lax.while_loop(decoding, lambda r: turn(r, 0), turn(r, plan.chunk))
@@ -238,7 +245,7 @@ def _find_source(
     return source, jnp.where(found, shared, 0), ~found & (computing | offered_earlier)
 
 
-def _inputs(job: Job, run: Run, plan: Plan, chunk: int) -> StepInputs:
+def next_inputs(job: Job, run: Run, plan: Plan, chunk: int) -> StepInputs:
     """The next tokens: one of each decoding row, and a chunk of the oldest row that is still prefilling."""
     missing, lengths = run.missing(job, plan), run.cache.lengths
     decode = run.token_at(job, plan, run.row_request, lengths)
@@ -250,11 +257,11 @@ def _inputs(job: Job, run: Run, plan: Plan, chunk: int) -> StepInputs:
     return StepInputs(decode, (missing == 1).astype(jnp.int32), piece, row, count)
 
 
-def _make_room(job: Job, run: Run, plan: Plan, chunk: int) -> Run:
+def make_room(job: Job, run: Run, plan: Plan, chunk: int) -> Run:
     """Preempt the youngest rows until the pages of the next step are there."""
 
     def short(r: Run) -> Array:
-        num_tokens = _inputs(job, r, plan, chunk).num_tokens()
+        num_tokens = next_inputs(job, r, plan, chunk).num_tokens()
         return jnp.sum(r.cache.pages_needed(num_tokens)) > r.cache.num_free
 
     def preempt(r: Run) -> Run:
@@ -273,18 +280,23 @@ def _make_room(job: Job, run: Run, plan: Plan, chunk: int) -> Run:
 
 def run_step(model: Decoder, job: Job, run: Run, plan: Plan, chunk: int) -> Run:
     """One step of the model, and the tokens it gives."""
-    run = _make_room(job, run, plan, chunk)
-    inputs = _inputs(job, run, plan, chunk)
+    run = make_room(job, run, plan, chunk)
+    inputs = next_inputs(job, run, plan, chunk)
     num_tokens = inputs.num_tokens()
     known = run.known(job, plan, run.row_request)
     cache = run.cache.allocate(num_tokens, max_tokens=max(chunk, 1))
-    logits, cache = step(
-        model, cache, inputs, implementation=plan.implementation, deterministic=plan.deterministic
-    )
+    logits, cache = step(model, cache, inputs, implementation=plan.implementation, deterministic=plan.deterministic)
     produced = (num_tokens > 0) & (cache.lengths == known)
+    request = jnp.where(run.live, run.row_request, 0)
+    run, index = count_step(run, cache), run.out_lengths[request]
+    return note(run, plan, choose(job, plan, logits, request, known), request, known, produced, index)
+
+
+def count_step(run: Run, cache: PagedKVCache) -> Run:
+    """The state after a step that left this cache, its counters included."""
     used = cache.num_pages - 1 - cache.num_free
     empty = jnp.sum(jnp.where(run.live, cache.pages_held() * cache.page_size - cache.lengths, 0))
-    run = dataclasses.replace(
+    return dataclasses.replace(
         run,
         cache=cache,
         steps=run.steps + 1,
@@ -292,37 +304,47 @@ def run_step(model: Decoder, job: Job, run: Run, plan: Plan, chunk: int) -> Run:
         held_slots=run.held_slots + (used * cache.page_size).astype(jnp.float32),
         empty_slots=run.empty_slots + empty.astype(jnp.float32),
     )
-    return _choose(job, run, plan, logits, known, produced)
 
 
-def _choose(job: Job, run: Run, plan: Plan, logits: Array, position: Array, produced: Array) -> Run:
-    """Sample a token for each row that got new logits, and note it."""
-    request = jnp.where(run.live, run.row_request, 0)
-    prompt, nth = request // plan.num_samples, request % plan.num_samples
+class Chosen(NamedTuple):
+    """Tokens chosen from logits; `ends` says which of them end their sequence."""
+
+    token: Int[Array, " rows"]
+    logprob: Float[Array, " rows"]
+    sampled_logprob: Float[Array, " rows"]
+    ends: Bool[Array, " rows"]
+
+
+def choose(job: Job, plan: Plan, logits: Array, request: Array, position: Array) -> Chosen:
+    """A token for each row of logits; it depends on them, the request and the position alone."""
+    prompt, nth, keys = request // plan.num_samples, request % plan.num_samples, None
     with jax.named_scope("sample"):
-        keys = None
         if plan.sampled:
             keys = jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(job.keys[prompt], nth, position)
         token, sampled_logprob = sample(logits, job.sampling.at(prompt), keys, deterministic=plan.deterministic)
         logprob = token_logprobs(logits, token, deterministic=plan.deterministic)
-    ends = jnp.any(token[:, None] == job.eos[None, :], axis=1)
+    return Chosen(token, logprob, sampled_logprob, jnp.any(token[:, None] == job.eos[None, :], axis=1))
+
+
+def note(run: Run, plan: Plan, chosen: Chosen, request: Array, position: Array, produced: Array, index: Array) -> Run:
+    """Write chosen tokens, where `produced`, to their requests' results at `index`; a request's in ascending order."""
     if plan.on_token is not None:
-        io_callback(_caller(plan.on_token), None, prompt, nth, position, token, produced, ordered=True)
-    place = (jnp.where(produced, request, run.requests), run.out_lengths[request])
+        prompt, nth = request // plan.num_samples, request % plan.num_samples
+        io_callback(_caller(plan.on_token), None, prompt, nth, position, chosen.token, produced, ordered=True)
+    place = (jnp.where(produced, request, run.requests), index)
     return dataclasses.replace(
         run,
-        tokens=run.tokens.at[place].set(token, mode="drop"),
-        logprobs=run.logprobs.at[place].set(logprob, mode="drop"),
-        sampled_logprobs=run.sampled_logprobs.at[place].set(sampled_logprob, mode="drop"),
+        tokens=run.tokens.at[place].set(chosen.token, mode="drop"),
+        logprobs=run.logprobs.at[place].set(chosen.logprob, mode="drop"),
+        sampled_logprobs=run.sampled_logprobs.at[place].set(chosen.sampled_logprob, mode="drop"),
         out_lengths=run.out_lengths.at[place[0]].add(1, mode="drop"),
-        finished=run.finished.at[place[0]].max(ends, mode="drop"),
+        finished=run.finished.at[place[0]].max(chosen.ends, mode="drop"),
     )
 
 
 def _caller(on_token: Callable[[int, int, int, int], None]) -> Callable[..., None]:
     def call(prompt: Array, nth: Array, position: Array, token: Array, produced: Array) -> None:
-        for row in range(len(produced)):
-            if produced[row]:
-                on_token(int(prompt[row]), int(nth[row]), int(position[row]), int(token[row]))
+        for values in np.stack([prompt, nth, position, token], axis=1)[np.asarray(produced)].tolist():
+            on_token(*values)
 
     return call

@@ -17,6 +17,7 @@ from jaxkv.device_scheduler import Job, Plan, Run, advance, start
 from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
 from jaxkv.sampling import Sampling
+from jaxkv.speculative import Draft, NGram, speculate, with_draft_pages
 from jaxkv.step import check_pool, check_tokens
 
 MAX_SEQS = 64
@@ -74,15 +75,15 @@ class Token(NamedTuple):
 
 def generate(
     model: Decoder,
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]],
-    prompt_lengths: Int[Array, " num_prompts"] | None = None,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
     key: Array | None = None,
     eos_token_id: int | Sequence[int] | Array | None = None,
     num_samples: int = 1,
-    token_limits: Int[Array, " num_prompts"] | None = None,
+    token_limits: Int[Array | np.ndarray, " num_prompts"] | None = None,
     page_size: int = 16,
     num_pages: int | None = None,
     max_seqs: int | None = None,
@@ -91,6 +92,7 @@ def generate(
     deterministic: bool = False,
     implementation: str | None = None,
     on_token: Callable[[int, int, int, int], None] | None = None,
+    speculative: NGram | Draft | None = None,
 ) -> GenerateOutput:
     """Generate from prompts of different lengths by continuous batching over a paged cache, on the device.
 
@@ -117,6 +119,8 @@ def generate(
       deterministic: `logprobs` then equal those of `score(..., deterministic=True)` bit by bit, whatever the batch.
       implementation: of the attention kernel, see `pallas_kernels.paged_attention`.
       on_token: called on the host with (prompt, sample, position, token) for each token as rows advance.
+      speculative: guess several tokens at once and check them in one step: fewer steps, the same tokens (see
+        `jaxkv.speculative`). `NGram` guesses what followed the same words before, `Draft` by a smaller model.
 
     Returns:
       A `GenerateOutput`.
@@ -128,15 +132,15 @@ def generate(
     prompts, prompt_lengths = pad_prompts(prompts, prompt_lengths)
     job, plan, sizes = _prepare(
         model, prompts, prompt_lengths, max_new_tokens, sampling, key, eos_token_id, num_samples, token_limits, page_size,
-        num_pages, max_seqs, prefill_chunk, cache_dtype, deterministic, implementation, on_token,
+        num_pages, max_seqs, prefill_chunk, cache_dtype, deterministic, implementation, speculative, on_token,
     )  # fmt: skip
     return _generate(model, job, plan, sizes, max_new_tokens)
 
 
 def stream(
     model: Decoder,
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]],
-    prompt_lengths: Int[Array, " num_prompts"] | None = None,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     steps_per_turn: int = 1,
     **options,
@@ -157,7 +161,7 @@ def stream(
     options.setdefault("sampling", Sampling())
     names = (
         "max_new_tokens", "sampling", "key", "eos_token_id", "num_samples", "token_limits", "page_size", "num_pages",
-        "max_seqs", "prefill_chunk", "cache_dtype", "deterministic", "implementation",
+        "max_seqs", "prefill_chunk", "cache_dtype", "deterministic", "implementation", "speculative",
     )  # fmt: skip
     unknown = set(options) - set(names)
     if unknown or "max_new_tokens" not in options:
@@ -202,6 +206,8 @@ def _generate(model: Decoder, job: Job, plan: Plan, sizes: _Sizes, max_new: int)
 
 def _new_run(model: Decoder, job: Job, plan: Plan, sizes: _Sizes, max_new: int) -> Run:
     cache = PagedKVCache.create(model.config, **sizes._asdict())
+    if job.draft is not None:
+        cache = with_draft_pages(cache, PagedKVCache.create(job.draft.config, **sizes._asdict()))
     return start(cache, job.prompts.shape[0] * plan.num_samples, max_new)
 
 
@@ -219,7 +225,8 @@ def _output(run: Run, plan: Plan) -> GenerateOutput:
 
 
 def pad_prompts(
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]], lengths: Int[Array, " num_prompts"] | None = None
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
 ) -> tuple[Array, Array]:
     """Prompts as an array and their lengths; lists of ids are padded on the right with 0.
 
@@ -249,7 +256,8 @@ def pad_prompts(
 def _prepare(
     model: Decoder, prompts: Array, lengths: Array, max_new: int, sampling: Sampling, key: Array | None, eos, num_samples: int,
     token_limits: Array | None, page_size: int, num_pages: int | None, max_seqs: int | None, prefill_chunk: int | None,
-    cache_dtype: str | None, deterministic: bool, implementation: str | None, on_token: Callable | None,
+    cache_dtype: str | None, deterministic: bool, implementation: str | None,
+    speculative: NGram | Draft | None, on_token: Callable | None,
 ) -> tuple[Job, Plan, _Sizes]:  # fmt: skip
     """Check all arguments, and sort them into traced and static ones."""
     num_prompts, width = prompts.shape
@@ -272,11 +280,17 @@ def _prepare(
         limits = jnp.asarray(token_limits, jnp.int32)
         if limits.shape != (num_prompts,):
             raise ValueError(f"token_limits must be [num_prompts] = [{num_prompts}], got shape {list(limits.shape)}")
+        if not isinstance(limits, jax.core.Tracer):
+            wrong = np.flatnonzero((np.asarray(limits) < 1) | (np.asarray(limits) > max_new))
+            if wrong.size:
+                raise ValueError(f"token_limits[{wrong[0]}] is {limits[wrong[0]]}, but must be 1 to max_new_tokens = {max_new}")
         limits = jnp.clip(limits, 1, max_new)
     chunk = min(PREFILL_CHUNK, -(-width // 16) * 16) if prefill_chunk is None else prefill_chunk
     greedy = sampling.always_greedy
     job = Job(prompts, lengths, limits, prompt_keys(key, num_prompts, greedy), sampling.per_row(num_prompts), end_ids(eos))
     plan = Plan(num_samples, chunk, not greedy, implementation, deterministic, on_token)
+    if speculative is not None:
+        job, plan = speculate(speculative, model, longest, job, plan)
     return job, plan, _Sizes(num_pages, page_size, max_seqs, longest, cache_dtype)
 
 

@@ -19,6 +19,7 @@ LAYERS = [
     {"sampling", "beams"},
     {"step"},
     {"device_scheduler"},
+    {"speculative"},
     {"generate"},
     {"score", "beam_search", "naive"},
     {"rollout"},

@@ -1,5 +1,6 @@
 """jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`."""
 
+from jaxkv.auto import AutoModelForCausalLM, CausalLM
 from jaxkv.beam_search import BeamSearchOutput, beam_search
 from jaxkv.config import CacheConfig, ModelConfig, Rope
 from jaxkv.generate import GenerateOutput, GenerateStats, Token, generate, stream
@@ -9,20 +10,25 @@ from jaxkv.naive import generate_naive
 from jaxkv.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.sampling import Sampling, sample
 from jaxkv.score import score
+from jaxkv.speculative import Draft, NGram
 from jaxkv.step import StepInputs, extend, step
 from jaxkv.weights import load, save
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoModelForCausalLM",
     "BeamSearchOutput",
     "CacheConfig",
     "CacheStats",
+    "CausalLM",
     "Decoder",
+    "Draft",
     "GenerateOutput",
     "GenerateStats",
     "Mismatch",
     "ModelConfig",
+    "NGram",
     "PagedKVCache",
     "Rope",
     "Sampling",

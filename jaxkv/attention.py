@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 import pallas_kernels
 from jaxkv.kv_cache import Pages
 
-
 PAGE = 16
 """Page size of the pages that deterministic `Dense` attention makes for itself; the result does not depend on it."""
 
@@ -62,7 +61,9 @@ class Dense:
         per_seq = -(-self.seq // PAGE)
 
         def cut(x: Array) -> Array:
-            x = jnp.pad(x.reshape(self.batch, self.seq, kv_heads, head_dim), ((0, 0), (0, per_seq * PAGE - self.seq), (0, 0), (0, 0)))
+            x = jnp.pad(
+                x.reshape(self.batch, self.seq, kv_heads, head_dim), ((0, 0), (0, per_seq * PAGE - self.seq), (0, 0), (0, 0))
+            )
             return x.reshape(self.batch * per_seq, PAGE, kv_heads, head_dim).swapaxes(1, 2)
 
         tables = jnp.arange(self.batch * per_seq, dtype=jnp.int32).reshape(self.batch, per_seq)

@@ -69,8 +69,8 @@ class _Sizes(NamedTuple):
 
 def beam_search(
     model: Decoder,
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]],
-    prompt_lengths: Int[Array, " num_prompts"] | None = None,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     num_beams: int,
     max_new_tokens: int,

@@ -39,7 +39,9 @@ def find_faults(cache: Bookkeeping) -> list[str]:
         return [f"a block table names a page outside 0..{num_pages - 1}"]
     named = np.bincount(tables.reshape(-1), minlength=num_pages)
     named[0] = 0
-    faults = [f"page {p} is named by {named[p]} table entries but counted {counts[p]} times" for p in np.flatnonzero(named != counts)]
+    faults = [
+        f"page {p} is named by {named[p]} table entries but counted {counts[p]} times" for p in np.flatnonzero(named != counts)
+    ]
     if not 0 <= num_free < num_pages:
         return [*faults, f"num_free is {num_free} in a pool of {num_pages - 1} pages"]
     outside = (cache.free_pages[:num_free] < 0) | (cache.free_pages[:num_free] >= num_pages)

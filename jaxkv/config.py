@@ -158,9 +158,7 @@ class ModelConfig:
         _require(self.dtype in _DTYPES, f"dtype must be one of {_DTYPES}, got {self.dtype!r}")
         _require(self.norm in ("rms", "layer"), f"norm must be 'rms' or 'layer', got {self.norm!r}")
         _require(self.mlp in ("gated", "plain"), f"mlp must be 'gated' or 'plain', got {self.mlp!r}")
-        _require(
-            self.activation in ("silu", "gelu", "gelu_tanh", "relu"), f"activation is unknown: {self.activation!r}"
-        )
+        _require(self.activation in ("silu", "gelu", "gelu_tanh", "relu"), f"activation is unknown: {self.activation!r}")
         _require(self.block in ("pre", "post", "sandwich", "parallel"), f"block is unknown: {self.block!r}")
         _require(
             (self.positions == "rotary") == (self.rope is not None),

@@ -158,27 +158,26 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
     """Step until everything is done, or until `run.steps` reaches `until`.
 
     Steps with a prefill chunk and steps of decode rows alone are two programs, so that the latter do not pay for an empty
-    chunk: the outer loop takes the former, the inner one the latter.
+    chunk: two loops that take turns inside a third.
     """
 
     def going(r: Run) -> Array:
         more = jnp.any(r.live)
         return more if until is None else more & (r.steps < until)
 
-    def decoding(r: Run) -> Array:
-        return going(r) & ~jnp.any(r.missing(job, plan) > 1)
+    def prefilling(r: Run) -> Array:
+        return jnp.any(r.missing(job, plan) > 1)
 
     take_step = run_step if plan.speculation is None else plan.speculation.run_step
 
     def turn(r: Run, chunk: int) -> Run:
         return schedule(job, take_step(model, job, r, plan, chunk), plan)
 
-    def with_chunk(r: Run) -> Run:
-        return lax.while_loop(decoding, lambda r: turn(r, 0), turn(r, plan.chunk))
+    def both(r: Run) -> Run:
+        r = lax.while_loop(lambda r: going(r) & prefilling(r), lambda r: turn(r, plan.chunk), r)
+        return lax.while_loop(lambda r: going(r) & ~prefilling(r), lambda r: turn(r, 0), r)
 
-    run = schedule(job, run, plan)
-    run = lax.while_loop(decoding, lambda r: turn(r, 0), run)
-    return lax.while_loop(going, with_chunk, run)
+    return lax.while_loop(going, both, schedule(job, run, plan))
 
 
 def schedule(job: Job, run: Run, plan: Plan) -> Run:

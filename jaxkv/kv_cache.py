@@ -196,9 +196,8 @@ class PagedKVCache:
 
     def _width(self, max_tokens: int | None) -> int:
         """Most pages one row can take: those of its new tokens, a first partly filled one, a copied one."""
-        if max_tokens is None:
-            return self.pages_per_seq + 1
-        return min(-(-max_tokens // self.page_size) + 2, self.pages_per_seq + 1)
+        most = self.pages_per_seq + 1
+        return most if max_tokens is None else min(-(-max_tokens // self.page_size) + 2, most)
 
     def _take(self, take: "_Take") -> "PagedKVCache":
         """Move pages from the stack into the tables, copying contents where a shared page is about to be written."""
@@ -238,11 +237,8 @@ class PagedKVCache:
         Args:
           rows: bool[seqs], or row numbers (those out of range are ignored).
         """
-        rows = self._mask(rows)
-        cache = dataclasses.replace(self, out_of_pages=self.out_of_pages & ~rows)
-        empty = jnp.zeros_like(self.block_tables)
-        update = lambda c: c._retable(rows, empty, jnp.zeros_like(c.lengths))  # noqa: E731
-        return when(jnp.any(rows & (self.block_tables[:, 0] != 0)), update, cache)
+        rows, none = self._mask(rows), jnp.zeros_like(self.lengths)
+        return when(jnp.any(rows), lambda c: c.assign(rows, none, none), self)
 
     def pages_freed_by(self, rows: Bool[Array, " seqs"]) -> Int[Array, ""]:
         """Pages that freeing the rows would return to the pool: those that no other row names."""

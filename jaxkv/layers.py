@@ -48,7 +48,7 @@ def _product(x: Array, weight: Array) -> Array:
 
 
 def in_row_tiles(f: Callable[..., Array], *rows: Array) -> Array:
-    """`f(*rows)`, computed TILE rows at a time, the last ones padded with zeros, so that a row's bits never depend on how many rows there are.
+    """`f(*rows)`, computed TILE rows at a time: a row's bits then never depend on how many rows there are.
 
     Products and sums along a row are cut among threads and vector lanes by the number of rows; with one shape there is one cut.
     The barriers keep neighbours from being fused into the tile, which would change how its sums are formed.
@@ -233,6 +233,7 @@ class MLP(nnx.Module):
         self.down_bias = new_param(rngs, (c.hidden_size,), c.dtype, None) if c.mlp_bias else None
 
     def __call__(self, x: Float[Array, "tokens hidden"], *, deterministic: bool = False) -> Float[Array, "tokens hidden"]:
+        """Widen, activate, narrow; `deterministic` as in `linear`."""
         y = linear(x, value(self.up), optional(self.up_bias), deterministic=deterministic)
         if self.config.mlp == "gated":
             y = activate(self.config.activation, y[:, 0]) * y[:, 1]

@@ -43,6 +43,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], tables: dict, attend: Attend, pages: Pages | None, deterministic: bool
     ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
+        """Attention's contribution to the residual stream, and the pages with the new tokens in; `tables` by `Rope`."""
         c, tokens = self.config, x.shape[0]
         qkv = linear(x, value(self.qkv), optional(self.qkv_bias), deterministic=deterministic)
         q = qkv[:, :, : c.q_per_kv].reshape(tokens, c.num_heads, c.head_dim)
@@ -71,6 +72,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Float[Array, "tokens hidden"], tables: dict, attend: Attend, pages: Pages | None, deterministic: bool = False
     ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
+        """The residual stream behind the layer, and the pages with the new tokens in."""
         block = self.config.block
 
         def attention(y: Array) -> tuple[Array, Pages | None]:
@@ -117,9 +119,7 @@ class Decoder(nnx.Module):
         width = c.hidden_size if c.embed_size is None else c.embed_size
         self.embed = new_param(rngs, (c.vocab_size, width), c.dtype)
         learned = c.positions == "learned"
-        self.position_embed = (
-            new_param(rngs, (c.max_seq_len + c.position_offset, c.hidden_size), c.dtype) if learned else None
-        )
+        self.position_embed = new_param(rngs, (c.max_seq_len + c.position_offset, c.hidden_size), c.dtype) if learned else None
         joined = c.embed_size is not None
         self.project_in = new_param(rngs, (c.hidden_size, width), c.dtype) if joined else None
         self.project_out = new_param(rngs, (width, c.hidden_size), c.dtype) if joined else None
@@ -211,4 +211,3 @@ def _run_layer(
 def parameters_nbytes(model: Decoder) -> int:
     """Bytes of all parameters."""
     return sum(x.nbytes for x in jax.tree.leaves(model))
-

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -19,8 +20,8 @@ from jaxkv.sampling import Sampling, sample
 
 def generate_naive(
     model: Decoder,
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]],
-    prompt_lengths: Int[Array, " num_prompts"] | None = None,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,

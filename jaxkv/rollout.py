@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.generate import GenerateOutput, pad_prompts
@@ -46,7 +47,9 @@ class Mismatch(NamedTuple):
 
 
 def sequences(
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]], prompt_lengths: Int[Array, " num_prompts"] | None, out: GenerateOutput
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None,
+    out: GenerateOutput,
 ) -> Sequences:
     """Join prompts and what `generate` made of them; works inside jit.
 
@@ -78,8 +81,8 @@ def sequences(
 
 def mismatch(
     model: Decoder,
-    prompts: Int[Array, "num_prompts width"] | Sequence[Sequence[int]],
-    prompt_lengths: Int[Array, " num_prompts"] | None,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None,
     out: GenerateOutput,
     *,
     deterministic: bool = False,

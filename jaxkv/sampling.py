@@ -49,7 +49,12 @@ class Sampling:
           ValueError: a value is an array of another length.
         """
         values = {}
-        for field, dtype in (("temperature", jnp.float32), ("top_k", jnp.int32), ("top_p", jnp.float32), ("min_p", jnp.float32)):
+        for field, dtype in (
+            ("temperature", jnp.float32),
+            ("top_k", jnp.int32),
+            ("top_p", jnp.float32),
+            ("min_p", jnp.float32),
+        ):
             x = jnp.asarray(getattr(self, field)).astype(dtype)
             if x.ndim > 1 or (x.ndim == 1 and x.shape[0] != rows):
                 raise ValueError(f"{field} must be one value or one per prompt ({rows}), got shape {x.shape}")
@@ -67,7 +72,9 @@ class Sampling:
 
 
 def _known(x: object) -> bool:
-    return isinstance(x, (int, float, np.ndarray, np.generic)) or (isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    return isinstance(x, (int, float, np.ndarray, np.generic)) or (
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    )
 
 
 def _check(name: str, value: object, test: Callable, rule: str) -> None:

@@ -19,8 +19,8 @@ BLOCK = 256
 
 def score(
     model: Decoder,
-    tokens: Int[Array, "batch seq"],
-    lengths: Int[Array, " batch"] | None = None,
+    tokens: Int[Array | np.ndarray, "batch seq"],
+    lengths: Int[Array | np.ndarray, " batch"] | None = None,
     *,
     sampling: Sampling | None = None,
     deterministic: bool = False,
@@ -63,9 +63,7 @@ def score(
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
-def _score(
-    model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | None, deterministic: bool, remat: bool
-) -> Array:
+def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | None, deterministic: bool, remat: bool) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     attend = Dense(batch, seq, deterministic)

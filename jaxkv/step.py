@@ -97,8 +97,8 @@ def check_tokens(tokens: Array, vocab_size: int) -> None:
 def extend(
     model: Decoder,
     cache: PagedKVCache,
-    tokens: Int[Array, "seqs chunk"],
-    num_tokens: Int[Array, " seqs"],
+    tokens: Int[Array | np.ndarray, "seqs chunk"],
+    num_tokens: Int[Array | np.ndarray, " seqs"],
     *,
     all_logits: bool = False,
     implementation: str | None = None,

@@ -90,7 +90,9 @@ def main() -> None:
     policy, reports = train()
     for step in range(0, len(reports), 10):
         reward, off_one = reports[step]
-        print(f"step {step:3d}  reward {reward:.3f}  |ratio - 1| on the first inner step {off_one[0]}, on the second {off_one[1]:.4f}")
+        print(
+            f"step {step:3d}  reward {reward:.3f}  |ratio - 1| on the first inner step {off_one[0]}, on the second {off_one[1]:.4f}"
+        )
     print(f"last      reward {reports[-1].reward:.3f}")
     with TemporaryDirectory() as folder:
         jaxkv.save(policy, Path(folder) / "policy")

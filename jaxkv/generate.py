@@ -236,6 +236,8 @@ def pad_prompts(
     if isinstance(prompts, (list, tuple)):
         if lengths is not None:
             raise ValueError("prompt_lengths goes with an array of prompts; lists have lengths of their own")
+        if not prompts:
+            raise ValueError("prompts are empty: there must be at least one, of at least one token")
         lengths = np.asarray([len(p) for p in prompts], np.int32)
         prompts = np.asarray([[*p, *[0] * (max(lengths) - len(p))] for p in prompts], np.int32).reshape(len(lengths), -1)
     prompts = jnp.asarray(prompts)

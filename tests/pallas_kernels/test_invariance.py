@@ -39,9 +39,14 @@ def rows(batch, *, page_size=16, widen=1, kv_heads=2, q_per_kv=3, dtype="float32
     return Case(every, *pages, tables, lengths, counts, options), at
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "implementation, dtype, deterministic",
+    [
+        *((i, "float32", d) for i in ("xla", "triton_interpret") for d in (False, True)),
+        ("xla", "bfloat16", False),
+        ("triton_interpret", "bfloat16", False),
+    ],
+)
 def test_batch_mates_and_table_width(implementation, dtype, deterministic):
     """Regression: XLA's sum over the last axis is cut among threads by the number of rows, and its float32 bits with it."""
 
@@ -51,7 +56,7 @@ def test_batch_mates_and_table_width(implementation, dtype, deterministic):
         return out[at].tobytes(), lse[at].tobytes()
 
     alone = bits(1, 1)
-    for batch, widen in ((2, 1), (8, 1), (64, 1), (1, 4), (1, 16), (8, 16)):
+    for batch, widen in ((2, 1), (8, 1), (64, 1), (1, 4), (1, 16)):
         assert bits(batch, widen) == alone, f"batch {batch}, table {widen}x"
 
 
@@ -79,8 +84,9 @@ def test_page_size(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_heads, q_per_kv, window", [(2, 3, None), (1, 8, 50), (1, 1, None)])
+@pytest.mark.parametrize(
+    "dtype, kv_heads, q_per_kv, window", [("float32", 2, 3, None), ("bfloat16", 2, 3, None), ("float32", 1, 8, 50)]
+)
 def test_deterministic_decode_equals_prefill(implementation, dtype, kv_heads, q_per_kv, window):
     """What rollout and training log-probabilities that agree bit by bit rest on."""
 

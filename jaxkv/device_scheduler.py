@@ -118,6 +118,11 @@ class Run:
         """bool[seqs], rows with a request."""
         return self.row_request < self.requests
 
+    @property
+    def waiting(self) -> Array:
+        """bool[], whether a request is in no row and not done."""
+        return (self.next < self.requests) | (self.preempted[0] < self.requests)
+
     def known(self, job: Job, plan: Plan, request: Array) -> Array:
         """Tokens known of each request: its prompt and what it has generated; 0 for none."""
         length = job.prompt_lengths.at[request // plan.num_samples].get(mode="fill", fill_value=0)
@@ -158,36 +163,46 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
     """Step until everything is done, or until `run.steps` reaches `until`.
 
     Steps with a prefill chunk and steps of decode rows alone are two programs, so that the latter do not pay for an empty
-    chunk: two loops that take turns inside a third.
+    chunk: two loops that take turns inside a third. They return to it when a row ends, since the code that fills rows is
+    large and stands in the program but once; and they take at least one step, as it may have found no room.
     """
 
-    def going(r: Run) -> Array:
-        more = jnp.any(r.live)
-        return more if until is None else more & (r.steps < until)
+    def in_time(r: Run) -> Array:
+        return jnp.ones((), bool) if until is None else r.steps < until
 
     def prefilling(r: Run) -> Array:
         return jnp.any(r.missing(job, plan) > 1)
 
     take_step = run_step if plan.speculation is None else plan.speculation.run_step
 
-    def turn(r: Run, chunk: int) -> Run:
-        return schedule(job, take_step(model, job, r, plan, chunk), plan)
+    def steps(chunk: int, state: tuple[Run, Array]) -> tuple[Run, Array]:
+        """Steps of one kind for as long as they are due; the flag says that none was taken since rows were filled."""
 
-    def both(r: Run) -> Run:
-        r = lax.while_loop(lambda r: going(r) & prefilling(r), lambda r: turn(r, plan.chunk), r)
-        return lax.while_loop(lambda r: going(r) & ~prefilling(r), lambda r: turn(r, 0), r)
+        def due(state: tuple[Run, Array]) -> Array:
+            r, rested = state
+            kind = prefilling(r) if chunk else ~prefilling(r)
+            return jnp.any(r.live) & in_time(r) & kind & (rested | ~_due(job, r, plan))
 
-    return lax.while_loop(going, both, schedule(job, run, plan))
+        def turn(state: tuple[Run, Array]) -> tuple[Run, Array]:
+            return take_step(model, job, state[0], plan, chunk), jnp.zeros_like(state[1])
+
+        return lax.while_loop(due, turn, state)
+
+    def turns(r: Run) -> Run:
+        r = when(_due(job, r, plan), lambda r: _admit(job, r, plan), r)
+        return steps(0, steps(plan.chunk, (r, jnp.ones((), bool))))[0]
+
+    return lax.while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
 
 
-def schedule(job: Job, run: Run, plan: Plan) -> Run:
-    """Empty the rows whose requests are done, and fill empty rows with waiting requests."""
+def _due(job: Job, run: Run, plan: Plan) -> Array:
+    """Whether a row's request is done, or a row is empty while requests wait."""
     ended = run.live & run.done(job, plan, run.row_request)
-    waiting = (run.next < run.requests) | (run.preempted[0] < run.requests)
-    return when(jnp.any(ended) | (waiting & jnp.any(~run.live)), lambda r: _admit(job, r, plan), run)
+    return jnp.any(ended) | (run.waiting & jnp.any(~run.live))
 
 
 def _admit(job: Job, run: Run, plan: Plan) -> Run:
+    """Empty the rows whose requests are done, and fill empty rows with waiting requests."""
     cache, none = run.cache, run.requests
     ended = run.live & run.done(job, plan, run.row_request)
     empty = ended | ~run.live

@@ -162,10 +162,10 @@ class Decoder(nnx.Module):
             tables = {r: rotary_tables(r, positions) for r in (c.rope, c.local_rope) if r is not None}
         new_pages = []
         for i, layer in enumerate(self.layers):
-            run = functools.partial(_run_layer, attend, deterministic)
+            run = functools.partial(_run_layer, attend, deterministic, tables)  # no argument: checkpoint cannot sort its keys
             run = jax.checkpoint(run) if remat else run
             with jax.named_scope(f"layer_{i}"):
-                x, kept = run(layer, x, tables, None if pages is None else pages[i])
+                x, kept = run(layer, x, None if pages is None else pages[i])
             new_pages.append(kept)
         x = x if self.final_norm is None else self.final_norm(x, deterministic=deterministic)
         return x, None if pages is None else tuple(new_pages)
@@ -203,7 +203,7 @@ class Decoder(nnx.Module):
 
 
 def _run_layer(
-    attend: Attend, deterministic: bool, layer: Layer, x: Array, tables: dict, pages: Pages | None
+    attend: Attend, deterministic: bool, tables: dict, layer: Layer, x: Array, pages: Pages | None
 ) -> tuple[Array, Pages | None]:
     return layer(x, tables, attend, pages, deterministic)
 

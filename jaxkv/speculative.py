@@ -8,6 +8,7 @@
 A choice is made as `generate` makes it without guesses: the best token, or the sample drawn with the key of its request and
 position. So tokens, log-probabilities and ends do not depend on the guesses, only the number of steps does: sampling follows the
 model's distribution because it is the very same sampling. (The usual rejection sampling keeps the distribution, but not the tokens.)
+With `deterministic=True` that holds to the bit; without it products over more tokens round differently, and a near tie may tip.
 
 A draft model draws its guess with the same key, hence with the same Gumbel noise, as the model its choice: two distributions at a
 total variation distance d then agree with a probability of at least (1 - d) / (1 + d), against 1 - d for the best possible coupling.

@@ -1,5 +1,6 @@
 """jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`."""
 
+from jaxkv import viz
 from jaxkv.auto import AutoModelForCausalLM, CausalLM
 from jaxkv.beam_search import BeamSearchOutput, beam_search
 from jaxkv.config import CacheConfig, ModelConfig, Rope
@@ -47,4 +48,5 @@ __all__ = [
     "sequences",
     "step",
     "stream",
+    "viz",
 ]

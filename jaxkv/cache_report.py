@@ -67,13 +67,19 @@ def _row_faults(cache: Bookkeeping, row: int) -> list[str]:
     return faults + [f"row {row} shares page {p}, in which it has no tokens" for p in empty[cache.ref_counts[empty] > 1]]
 
 
+def page_fill(cache: Bookkeeping) -> np.ndarray:
+    """Tokens in each page, int[num_pages], by the row that sees most of it; 0 for free pages and the null page."""
+    fill = np.zeros(len(cache.ref_counts), np.int64)
+    first = np.arange(cache.block_tables.shape[1]) * cache.page_size
+    np.maximum.at(fill, cache.block_tables, np.clip(cache.lengths[:, None] - first[None, :], 0, cache.page_size))
+    fill[0] = 0
+    return fill
+
+
 def cache_stats(cache: Bookkeeping) -> CacheStats:
     """Numbers about the pool; see `CacheStats`."""
-    counts, page_size = cache.ref_counts, cache.page_size
-    fill = np.zeros(len(counts), np.int64)  # tokens in each page, by the row that sees most of it
-    first = np.arange(cache.block_tables.shape[1]) * page_size
-    np.maximum.at(fill, cache.block_tables, np.clip(cache.lengths[:, None] - first[None, :], 0, page_size))
-    used, slots = int((counts > 0).sum()), int(fill[1:].sum())
+    counts = cache.ref_counts
+    used, slots = int((counts > 0).sum()), int(page_fill(cache).sum())
     return CacheStats(
         pages_total=len(counts) - 1,
         pages_used=used,
@@ -81,5 +87,5 @@ def cache_stats(cache: Bookkeeping) -> CacheStats:
         pages_shared=int((counts > 1).sum()),
         tokens=int(cache.lengths.sum()),
         slots_used=slots,
-        waste=1 - slots / (used * page_size) if used else 0.0,
+        waste=1 - slots / (used * cache.page_size) if used else 0.0,
     )

@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv bench`.
+"""The command line: `jaxkv generate`, `jaxkv bench`, `jaxkv inspect`.
 
 Results go to stdout, everything else to stderr. A mistake of the caller's is one line and exit status 2; JAXKV_TRACEBACK=1
 shows where it was raised. Ctrl-C ends with status 130.
@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_generate(commands)
     _add_bench(commands)
+    _add_inspect(commands)
     return parser
 
 
@@ -127,6 +128,29 @@ def _add_bench(commands) -> None:
     decode.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
+def _add_inspect(commands) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="draw the pages of a cache at work",
+        description="Generates, and draws the page map and block tables along the way.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a prompt, taken as it is")
+    _add_model(parser)
+    for name, default, what in (
+        ("--max-new-tokens", 32, "longest answer"),
+        ("--num-samples", 1, "answers to each prompt, which share its pages"),
+        ("--moments", 1, "pictures along the way; 1 is the fullest moment"),
+        ("--max-seqs", None, "rows that work at a time"),
+        ("--num-pages", None, "pages in the pool, null page included"),
+    ):
+        note = "enough" if default is None else default
+        parser.add_argument(name, type=whole_number(1), default=default, metavar="N", help=f"{what} (default: {note})")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    parser.add_argument("--html", metavar="FILE", help="also write all moments as a slider")
+
+
 def _leave(status: int) -> NoReturn:
     # A computation that runs on another thread cannot be cancelled, and the interpreter would wait for it.
     for stream in (sys.stdout, sys.stderr):
@@ -149,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "generate":
             from jaxkv.cli_generate import run
+        elif args.command == "inspect":
+            from jaxkv.cli_inspect import run
         else:
             from jaxkv.bench.decode import run
         return run(args)

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.cache_report import Bookkeeping
 from jaxkv.config import pages_for
 from jaxkv.device_scheduler import Job, Plan, Run, advance, start
 from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
+from jaxkv.output_picture import output_svg
 from jaxkv.sampling import Sampling
 from jaxkv.speculative import Draft, NGram, speculate, with_draft_pages
 from jaxkv.step import check_pool, check_tokens
@@ -61,6 +63,10 @@ class GenerateOutput(NamedTuple):
     sampled_logprobs: Float[Array, "num_prompts num_samples max_new"]
     finished: Bool[Array, "num_prompts num_samples"]
     stats: GenerateStats
+
+    def _repr_html_(self) -> str:
+        figures = ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in self.stats._asdict().items())
+        return output_svg(*(np.asarray(x) for x in (self.lengths, self.logprobs, self.finished)), figures)
 
 
 class Token(NamedTuple):
@@ -143,6 +149,7 @@ def stream(
     prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     steps_per_turn: int = 1,
+    on_turn: Callable[[Bookkeeping, np.ndarray], None] | None = None,
     **options,
 ) -> Iterator[Token]:
     """`generate`, yielding tokens as they are made; the same arguments except `on_token`, the same tokens.
@@ -150,6 +157,8 @@ def stream(
     Args:
       model, prompts, prompt_lengths, **options: as for `generate`.
       steps_per_turn: model steps between two looks at the results.
+      on_turn: called after each turn, before its tokens come, with the cache's block tables and the request in each row
+        (prompt * num_samples + sample, -1 for none), i32[seqs]. `jaxkv.viz.record` draws from it.
 
     Returns:
       An iterator over `Token`; its generator's return value (`yield from`) is the `GenerateOutput`.
@@ -169,15 +178,19 @@ def stream(
     defaults = {"num_samples": 1, "page_size": 16, "deterministic": False}
     values = [options.get(name, defaults.get(name)) for name in names]
     job, plan, sizes = _prepare(model, prompts, prompt_lengths, *values, None)
-    return _stream(model, job, plan, sizes, options["max_new_tokens"], steps_per_turn)
+    return _stream(model, job, plan, sizes, options["max_new_tokens"], steps_per_turn, on_turn)
 
 
-def _stream(model: Decoder, job: Job, plan: Plan, sizes: "_Sizes", max_new: int, turn: int) -> Iterator[Token]:
+def _stream(
+    model: Decoder, job: Job, plan: Plan, sizes: "_Sizes", max_new: int, turn: int, on_turn: Callable | None
+) -> Iterator[Token]:
     run = _start(model, job, plan, sizes, max_new)
     seen = np.zeros(run.requests, np.int32)
     lengths = np.asarray(job.prompt_lengths)
     while True:
         run = _advance(model, job, run, plan, run.steps + turn)
+        if on_turn is not None:
+            on_turn(run.cache.bookkeeping(), np.where(run.live, run.row_request, -1))
         counts, tokens, logprobs = (np.asarray(x) for x in (run.out_lengths, run.tokens, run.logprobs))
         for request in np.flatnonzero(counts > seen):
             prompt, nth = divmod(int(request), plan.num_samples)

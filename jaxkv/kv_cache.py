@@ -28,6 +28,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
+from jaxkv.cache_picture import picture
 from jaxkv.cache_report import Bookkeeping, CacheStats, cache_stats, find_faults
 from jaxkv.config import CacheConfig, ModelConfig
 
@@ -77,15 +78,9 @@ class PagedKVCache:
 
     @classmethod
     def create(
-        cls,
-        config: ModelConfig,
-        *,
-        num_pages: int,
-        page_size: int = 16,
-        max_seqs: int,
-        max_seq_len: int,
+        cls, config: ModelConfig, *, num_pages: int, page_size: int = 16, max_seqs: int, max_seq_len: int,
         dtype: str | None = None,
-    ) -> "PagedKVCache":
+    ) -> "PagedKVCache":  # fmt: skip
         """An empty cache for a model.
 
         Args:
@@ -219,7 +214,7 @@ class PagedKVCache:
         counts = counts.at[jnp.where(take.copies, old, self.num_pages)].add(-1, mode="drop")
 
         def copy(pages: tuple[Pages, ...]) -> tuple[Pages, ...]:
-            return jax.tree.map(lambda x: x.at[new].set(x[old]), pages)
+            return jax.tree.map(lambda x: _copied(x, old, new), pages)
 
         pages = when(jnp.any(take.copies), copy, self.pages)
         cache = dataclasses.replace(
@@ -330,17 +325,29 @@ class PagedKVCache:
           ValueError: a page leaks, is freed twice, is owned twice without a count, a table names a free page, or a row holds
             more tokens than its pages; the message names all of them.
         """
-        faults = find_faults(self._host())
+        faults = find_faults(self.bookkeeping())
         if faults:
             raise ValueError("cache is inconsistent: " + "; ".join(faults))
 
     def stats(self) -> CacheStats:
         """Numbers about the cache, read back to the host."""
-        return cache_stats(self._host())
+        return cache_stats(self.bookkeeping())
 
-    def _host(self) -> Bookkeeping:
+    def bookkeeping(self) -> Bookkeeping:
+        """Tables, lengths, counts and the free stack, read back to the host; what `jaxkv.viz` draws."""
         names = ("block_tables", "lengths", "ref_counts", "free_pages")
         return Bookkeeping(*(np.asarray(getattr(self, n)) for n in names), int(self.num_free), self.page_size)
+
+    def _repr_html_(self) -> str:
+        return picture(self.bookkeeping()).html
+
+
+def _copied(pages: Array, old: Array, new: Array) -> Array:
+    """Pages `old` written over pages `new`. Narrow floats go as integers: XLA on CPU turns a bfloat16 scatter into one of
+    float32, and so converts the whole pool there and back."""
+    dtype = pages.dtype
+    bits = lax.bitcast_convert_type(pages, {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype))
+    return lax.bitcast_convert_type(bits.at[new].set(bits[old]), dtype)
 
 
 class _Take(NamedTuple):

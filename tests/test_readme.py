@@ -46,7 +46,7 @@ def test_ci_runs_its_test_command() -> None:
 @pytest.mark.parametrize("line", [x for b in blocks("bash") for x in b.splitlines() if re.search(r"(^|[|&] )jaxkv ", x)])
 def test_its_command_lines_parse(line: str) -> None:
     arguments = shlex.split(re.split(r"(?:^|[|&] )jaxkv ", line)[-1])
-    assert build_parser().parse_args(arguments).command in ("generate", "bench")
+    assert build_parser().parse_args(arguments).command in ("generate", "bench", "inspect")
 
 
 def test_its_tree_names_every_part() -> None:
@@ -54,5 +54,5 @@ def test_its_tree_names_every_part() -> None:
     named = set(re.findall(r"\w+(?:\.py|/)", tree))
     for path in (ROOT / "jaxkv").iterdir():
         name = path.name + "/" if path.is_dir() else path.name
-        if not name.startswith(("_", ".", "py.typed")) and name not in ("cli_generate.py", "cache_report.py"):
+        if not name.startswith(("_", ".", "py.typed")) and name not in ("cli_generate.py", "cli_inspect.py", "cache_report.py"):
             assert name in named, f"{name} is missing in the README's tree"

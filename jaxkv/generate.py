@@ -14,10 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache_report import Bookkeeping
 from jaxkv.config import pages_for
-from jaxkv.device_scheduler import Job, Plan, Run, advance, start
+from jaxkv.device_scheduler import advance
 from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
 from jaxkv.output_picture import output_svg
+from jaxkv.run_state import Job, Plan, Run, start
 from jaxkv.sampling import Sampling
 from jaxkv.speculative import Draft, NGram, speculate, with_draft_pages
 from jaxkv.step import check_pool, check_tokens

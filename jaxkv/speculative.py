@@ -25,9 +25,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.attention import Paged, Segment
-from jaxkv.device_scheduler import Job, Plan, Run, choose, count_step, make_room, next_inputs, note
+from jaxkv.device_scheduler import choose, count_step, make_room, next_inputs, note
 from jaxkv.kv_cache import PagedKVCache, Pages
 from jaxkv.model import Decoder
+from jaxkv.run_state import Job, Plan, Run
 from jaxkv.step import StepInputs
 
 

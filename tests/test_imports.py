@@ -21,6 +21,7 @@ LAYERS = [
     {"model"},
     {"sampling", "beams"},
     {"step"},
+    {"run_state"},
     {"device_scheduler"},
     {"speculative"},
     {"generate"},

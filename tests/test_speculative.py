@@ -12,7 +12,7 @@ import pytest
 from decoders import decoder, random_prompts
 
 import jaxkv
-from jaxkv.device_scheduler import Job, Plan, start
+from jaxkv.run_state import Job, Plan, start
 from jaxkv.speculative import Draft, NGram, Speculation
 
 # The function hides its module: `jaxkv.generate` is both.

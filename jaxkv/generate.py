@@ -67,7 +67,7 @@ class GenerateOutput(NamedTuple):
 
     def _repr_html_(self) -> str:
         figures = ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in self.stats._asdict().items())
-        return output_svg(*(np.asarray(x) for x in (self.lengths, self.logprobs, self.finished)), figures)
+        return output_svg(np.asarray(self.lengths), np.asarray(self.logprobs), np.asarray(self.finished), figures)
 
 
 class Token(NamedTuple):

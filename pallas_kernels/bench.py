@@ -25,6 +25,7 @@ import numpy as np
 
 from pallas_kernels import paged_attention
 from pallas_kernels.compile_report import CompileCase, compile_cases, missing_tools
+from pallas_kernels.paged_attention_mosaic import mosaic_refusal
 from pallas_kernels.targets import TARGETS, Target
 
 
@@ -58,6 +59,11 @@ GRID = (
     BenchCase(32, 2048, dtype="float16"),
     BenchCase(32, 2048, dtype="float32"),
 )
+
+
+def kernels_for(case: BenchCase) -> tuple[str, ...]:
+    """The kernels that take a case: Triton all of them, Mosaic from jax 0.11 on those it does not refuse."""
+    return ("triton",) if mosaic_refusal(case.head_dim, case.page_size, case.dtype) else ("triton", "mosaic")
 
 
 def seconds(call: Callable, *arguments, runs: int = 20) -> float:
@@ -120,13 +126,14 @@ def contenders(case: BenchCase, arrays: tuple[jax.Array, ...], names: tuple[str,
     return made
 
 
-def measure(cases: tuple[BenchCase, ...], names: tuple[str, ...]) -> dict:
-    """Times every case; a contender that cannot run a case is listed with its reason."""
+def measure(cases: tuple[BenchCase, ...], names: tuple[str, ...] | None = None) -> dict:
+    """Times every case with the implementations named, or all that take it; a contender that cannot run a case is listed with its reason."""
     copy = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}: a copy moves {copy / 1e9:.0f} GB/s")
     rows = []
     for case in cases:
-        for name, (call, arguments) in contenders(case, make_arrays(case), names).items():
+        ours = (*kernels_for(case), "xla") if names is None else names
+        for name, (call, arguments) in contenders(case, make_arrays(case), ours).items():
             row = dataclasses.asdict(case) | {"name": name}
             try:
                 row["seconds"] = seconds(call, *arguments)
@@ -134,7 +141,7 @@ def measure(cases: tuple[BenchCase, ...], names: tuple[str, ...]) -> dict:
                 row["of_copy"] = row["bytes_per_second"] / copy
                 print(f"{case}\n    {name:12} {row['seconds'] * 1e6:9.1f} us  {row['of_copy']:6.1%} of the copy")
             except Exception as error:  # another project's kernel may refuse a shape: that is a result, and is shown
-                if name in names:
+                if name in ours:
                     raise
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
                 print(f"{case}\n    {name:12} cannot run: {row['error'][:80]}")
@@ -151,27 +158,28 @@ def occupancy(target: Target, registers: int, threads: int, shared: int) -> floa
 
 def report(cases: tuple[BenchCase, ...]) -> dict:
     """The compile report for all targets, as a table and as data."""
+    pairs = [(arch, name, case) for arch in TARGETS for case in cases for name in kernels_for(case)]
     todo = [
         CompileCase(
-            arch, dtype=case.dtype, page_dtype=case.dtype, head_dim=case.head_dim, page_size=case.page_size,
+            arch, implementation=name, dtype=case.dtype, page_dtype=case.dtype, head_dim=case.head_dim, page_size=case.page_size,
             batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, tokens=case.context,
         )
-        for arch in TARGETS for case in cases
+        for arch, name, case in pairs
     ]  # fmt: skip
-    print(f"{'target':8}{'dtype':10}{'dim':>4}{'page':>5}{'batch':>6}{'context':>8}  registers spills  shared occupancy   MB read  ceiling us")
+    print(f"{'target':8}{'kernel':8}{'dtype':10}{'dim':>4}{'page':>5}{'batch':>6}{'context':>8}  registers spills  shared occupancy   MB read  ceiling us")
     rows = []
-    for result, (arch, case) in zip(compile_cases(todo), [(arch, case) for arch in TARGETS for case in cases]):
+    for result, (arch, name, case) in zip(compile_cases(todo), pairs):
         if "error" in result:
             raise RuntimeError(f"{case} for {arch}: {result['error']}")
         kernel = next(k for k in result["kernels"] if k["name"] == "paged_attention")
         target, moved = TARGETS[arch], case.page_bytes()
         flops = 4 * case.batch * case.context * case.heads * case.head_dim
         ceiling = max(moved / target.bandwidth, flops / target.bf16_flops)
-        row = dataclasses.asdict(case) | kernel | {"target": arch, "bytes": moved, "ceiling_seconds": ceiling}
+        row = dataclasses.asdict(case) | kernel | {"target": arch, "implementation": name, "bytes": moved, "ceiling_seconds": ceiling}
         row["occupancy_bound"] = occupancy(target, kernel["registers"], kernel["threads"], kernel["shared_bytes"])
         rows.append(row)
         print(
-            f"{arch:8}{case.dtype:10}{case.head_dim:4}{case.page_size:5}{case.batch:6}{case.context:8}  {kernel['registers']:9}"
+            f"{arch:8}{name:8}{case.dtype:10}{case.head_dim:4}{case.page_size:5}{case.batch:6}{case.context:8}  {kernel['registers']:9}"
             f"{kernel['spill_bytes']:7}{kernel['shared_bytes']:8}{row['occupancy_bound']:10.0%}{moved / 1e6:10.1f}{ceiling * 1e6:12.1f}"
         )
     return {"kind": "compiled, never run", "rows": rows}
@@ -186,7 +194,7 @@ def main(arguments: list[str]) -> int:
     cases = GRID[:1] if options.quick else GRID
     facts = {"jax": jax.__version__, "python": platform.python_version()}
     if jax.default_backend() == "gpu" and not options.report:
-        result = measure(cases, ("triton", "xla"))
+        result = measure(cases)
     elif (reason := missing_tools()) is not None:
         print(f"no GPU to measure on, and nothing to compile with: {reason}", file=sys.stderr)
         print(json.dumps(facts | {"kind": "nothing", "reason": reason}))

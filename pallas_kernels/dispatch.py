@@ -7,23 +7,27 @@ import jax.numpy as jnp
 
 from pallas_kernels.config import generation_of, kernel_config
 from pallas_kernels.options import IMPLEMENTATIONS, AttentionOptions
+from pallas_kernels.paged_attention_mosaic import mosaic_config, mosaic_refusal, paged_attention_mosaic
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.paged_attention_xla import QUERY_TILE, Problem, paged_attention_xla
 
-_INTERPRETED_GENERATION = "sm_80"
+# The interpreter of Mosaic knows copies with a barrier only, as from sm_90 on.
+_INTERPRETED_GENERATION = "sm_90"
 
 
-def _refusal(name: str, page_dtype: jax.typing.DTypeLike, platform: str, capability: str | None) -> str | None:
-    """Why the implementation cannot run, or None."""
-    if name == "triton":
+def _refusal(
+    name: str, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike, platform: str, capability: str | None
+) -> str | None:
+    """Why the implementation cannot run on pages of this shape and dtype, or None."""
+    if name in ("triton", "mosaic"):
         if platform not in ("gpu", "cuda"):
-            return f"it needs an NVIDIA GPU and the default platform is {platform!r}; 'triton_interpret' runs anywhere"
+            return f"it needs an NVIDIA GPU and the default platform is {platform!r}; '{name}_interpret' runs anywhere"
         if capability is None:
             return "the GPU has no CUDA compute capability"
-        if jnp.dtype(page_dtype).name == "float8_e4m3fn" and generation_of(capability) == "sm_80":
+        if name == "triton" and jnp.dtype(page_dtype).name == "float8_e4m3fn" and generation_of(capability) == "sm_80":
             return f"float8_e4m3fn pages need compute capability 9.0, this GPU has {capability}; use float8_e5m2 or int8"
     if name.startswith("mosaic"):
-        return "it is not built yet"
+        return mosaic_refusal(shape[3], shape[2], page_dtype)
     return None
 
 
@@ -38,12 +42,14 @@ def _device() -> tuple[str, str | None]:
     return platform, getattr(jax.devices()[0], "compute_capability", None)
 
 
-def choose_implementation(implementation: str | None, page_dtype: jax.typing.DTypeLike) -> str:
+def choose_implementation(
+    implementation: str | None, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike
+) -> str:
     """The name of the implementation that will run on the default platform.
 
     Args:
       implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "xla" elsewhere.
-      page_dtype: dtype of the pages.
+      shape, page_dtype: of the pages.
 
     Raises:
       ValueError: the name is unknown.
@@ -51,10 +57,10 @@ def choose_implementation(implementation: str | None, page_dtype: jax.typing.DTy
     """
     platform, capability = _device()
     if implementation is None:
-        return "xla" if _refusal("triton", page_dtype, platform, capability) else "triton"
+        return "xla" if _refusal("triton", shape, page_dtype, platform, capability) else "triton"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    reason = _refusal(implementation, page_dtype, platform, capability)
+    reason = _refusal(implementation, shape, page_dtype, platform, capability)
     if reason is not None:
         raise NotImplementedError(f"implementation {implementation!r} cannot run: {reason}")
     return implementation
@@ -69,6 +75,8 @@ def run_implementation(
     interpret = implementation.endswith("_interpret")
     _, capability = _device()
     generation = _INTERPRETED_GENERATION if interpret or capability is None else generation_of(capability)
+    if implementation.startswith("mosaic"):
+        return paged_attention_mosaic(problem, options, mosaic_config(generation), interpret=interpret)
     _, queries, heads, head_dim = problem.q.shape
     config = kernel_config(
         generation,

@@ -102,7 +102,7 @@ def paged_attention(
       return_lse: also return the log of the softmax denominator (sink included), to merge partial results.
       deterministic: a query's bits do not depend on how many queries run with it (decode equals prefill).
       implementation: "xla", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the best one of the
-        default platform: a kernel on CUDA, "xla" on CPU and TPU.
+        default platform: "triton" on CUDA, "xla" on CPU and TPU.
 
     Returns:
       out like q; with return_lse also lse f32[batch, heads] or [batch, queries, heads]. Dead queries: 0 and -inf.
@@ -127,7 +127,7 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         deterministic=deterministic,
     )
-    name = choose_implementation(implementation, k_pages.dtype)
+    name = choose_implementation(implementation, k_pages.shape, k_pages.dtype)
     if num_queries is None:
         num_queries = jnp.full((q4.shape[0],), q4.shape[1], jnp.int32)
     if 0 in q.shape:

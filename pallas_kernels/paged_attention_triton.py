@@ -321,10 +321,10 @@ def paged_attention_triton(
         interpret=interpret,
         name="paged_attention_merge",
     )(partial, partial_lse, *rows, *(() if problem.sinks is None else (problem.sinks,)))
-    return _ungroup(out[..., : plan.head_dim], plan, batch), _ungroup(lse, plan, batch)
+    return ungroup(out[..., : plan.head_dim], plan, batch), ungroup(lse, plan, batch)
 
 
-def _ungroup(x: jax.Array, plan: Plan, batch: int) -> jax.Array:
+def ungroup(x: jax.Array, plan: Plan, batch: int) -> jax.Array:
     """[batch * tiles, kv_heads, tile_rows, ...] -> [batch, queries, heads, ...], the padding rows cut off."""
     tail = x.shape[3:]
     x = x.reshape(batch, plan.tiles, plan.kv_heads, plan.config.tile_rows, *tail)

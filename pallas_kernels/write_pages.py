@@ -102,9 +102,9 @@ def write_pages(
     opts.check_writes(k_pages, k, v, pages, offsets)
     slots = slot_indices(k_pages.shape, pages, offsets)
     pools = (k_pages, v_pages) if k_scales is None or v_scales is None else (k_pages, v_pages, k_scales, v_scales)
-    name = choose_implementation(implementation, k_pages.dtype)
-    if name.startswith("mosaic"):
-        raise NotImplementedError(f"write_pages has no {name!r} implementation; use 'triton' or 'xla'")
+    if implementation is not None and implementation.startswith("mosaic"):
+        raise NotImplementedError(f"write_pages has no {implementation!r} implementation; use 'triton' or 'xla'")
+    name = choose_implementation(implementation, k_pages.shape, k_pages.dtype)
     if name.startswith("triton"):
         check_offsets(k_pages.shape, k_pages.dtype.itemsize)
         return write_pages_triton(pools, k, v, slots, interpret=name == "triton_interpret")

@@ -5,6 +5,7 @@ Needs the CUDA plugin of jax's version and ptxas (the `gpu-compile` extra); skip
 
 import itertools
 
+import jax
 import pytest
 
 from pallas_kernels.compile_report import CompileCase, compile_cases, missing_tools
@@ -33,6 +34,8 @@ def assert_compiles(cases: list[CompileCase]) -> None:
             continue
         kernels = {k["name"]: k for k in result["kernels"] if k["name"] in OURS}
         want = {"write_pages"} if case.operation == "write" else {"paged_attention", "paged_attention_merge"}
+        if case.implementation == "mosaic":
+            want = {"paged_attention"}  # its merge is plain XLA
         if set(kernels) != want:
             faults.append(f"{case}: kernels {sorted(kernels)}, expected {sorted(want)}")
         for name, kernel in kernels.items():
@@ -67,14 +70,37 @@ def test_compiles_for(arch):
     assert_compiles([case for case in cases if can_compile(case)])
 
 
+modern = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="plgpu.mma came with jax 0.11")
+
+
+@modern
+@pytest.mark.parametrize("arch", TARGETS)
+def test_mosaic_compiles_for(arch):
+    cases = [
+        CompileCase(arch, implementation="mosaic"),
+        CompileCase(arch, implementation="mosaic", head_dim=64, page_size=8, dtype="float16", page_dtype="float16"),
+        CompileCase(arch, implementation="mosaic", head_dim=96, queries=64, sliding_window=512, logits_soft_cap=30.0, sinks=True),
+        CompileCase(arch, implementation="mosaic", head_dim=256, page_size=256),
+    ]
+    assert_compiles(cases)
+
+
+@modern
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_head_dim_and_page_size_mosaic_takes_compiles_for(arch, dtype):
+    shapes = itertools.product((64, 96, 128, 160, 192, 224, 256), (8, 16, 32, 64, 128, 256))
+    cases = [CompileCase(arch, implementation="mosaic", dtype=dtype, page_dtype=dtype, head_dim=d, page_size=p) for d, p in shapes]
+    assert_compiles(cases)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype, page_dtype", DTYPES)
 def test_every_head_dim_and_page_size_compiles_for(arch, dtype, page_dtype):
-    cases = [
-        CompileCase(arch, dtype=dtype, page_dtype=page_dtype, head_dim=head_dim, page_size=page_size, queries=queries)
-        for head_dim, page_size, queries in itertools.product(HEAD_DIMS, PAGE_SIZES, (0, 64))
-    ]
+    shapes = [(d, p, 0) for d, p in itertools.product(HEAD_DIMS, PAGE_SIZES)] + [(d, 16, q) for d in HEAD_DIMS for q in (4, 64)]
+    cases = [CompileCase(arch, dtype=dtype, page_dtype=page_dtype, head_dim=d, page_size=p, queries=q) for d, p, q in shapes]
     if not can_compile(cases[0]):
         pytest.skip("e4m3 is refused on sm_80, see test_errors_and_limits")
     assert_compiles(cases)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
-from jaxkv.kv_cache import Pages
+from jaxkv.pages import Pages
 
 PAGE = 16
 """Page size of the pages that deterministic `Dense` attention makes for itself; the result does not depend on it."""

@@ -31,13 +31,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.cache_picture import picture
 from jaxkv.cache_report import Bookkeeping, CacheStats, cache_stats, find_faults
 from jaxkv.config import CacheConfig, ModelConfig
-
-
-class Pages(NamedTuple):
-    """One layer's pages, each `[num_pages, kv_heads, page_size, head_dim]`."""
-
-    k: Array
-    v: Array
+from jaxkv.pages import Pages
 
 
 def when(pred: Array, update: Callable[[Any], Any], state: Any) -> Any:
@@ -322,11 +316,9 @@ class PagedKVCache:
         """Verify the bookkeeping on the host.
 
         Raises:
-          ValueError: a page leaks, is freed twice, is owned twice without a count, a table names a free page, or a row holds
-            more tokens than its pages; the message names all of them.
+          ValueError: a page leaks, is freed twice or owned twice without a count, a table names a free page, ...; names all.
         """
-        faults = find_faults(self.bookkeeping())
-        if faults:
+        if faults := find_faults(self.bookkeeping()):
             raise ValueError("cache is inconsistent: " + "; ".join(faults))
 
     def stats(self) -> CacheStats:

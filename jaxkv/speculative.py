@@ -26,8 +26,9 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv.attention import Paged, Segment
 from jaxkv.device_scheduler import choose, count_step, make_room, next_inputs, note
-from jaxkv.kv_cache import PagedKVCache, Pages
+from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
+from jaxkv.pages import Pages
 from jaxkv.run_state import Job, Plan, Run
 from jaxkv.step import StepInputs
 

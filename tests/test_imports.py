@@ -15,6 +15,7 @@ LAYERS = [
     {"cache_text"},
     {"cache_picture"},
     {"output_picture"},
+    {"pages"},
     {"kv_cache"},
     {"attention"},
     {"layers"},

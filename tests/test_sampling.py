@@ -128,7 +128,14 @@ class TestSample:
 
     @pytest.mark.parametrize(
         "values",
-        [{}, {"temperature": 2.5}, {"temperature": 0.5, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 1.7, "top_k": 9, "top_p": 0.95}],
+        [
+            {},
+            {"temperature": 2.5},
+            {"temperature": 0.5, "top_k": 5},
+            {"top_p": 0.8},
+            {"min_p": 0.2},
+            {"temperature": 1.7, "top_k": 9, "top_p": 0.95},
+        ],
     )
     def test_draws_follow_the_exact_distribution(self, values: dict[str, float]):
         logits = some_logits(6, rows=1, vocab=12)[0] * 0.5

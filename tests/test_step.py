@@ -114,7 +114,7 @@ def with_garbage(cache: PagedKVCache, value: float) -> PagedKVCache:
         position = np.arange(length)
         live[table[position // cache.page_size], position % cache.page_size] = True
     mask = jnp.asarray(live)[:, None, :, None]
-    dead = lambda pages: tuple(jnp.where(mask, x, jnp.asarray(value, x.dtype)) for x in pages)  # noqa: E731
+    dead = lambda pages: tuple(jnp.where(mask, x, jnp.asarray(value, x.dtype)) for x in pages)
     return dataclasses.replace(cache, k_pages=dead(cache.k_pages), v_pages=dead(cache.v_pages))
 
 

@@ -61,7 +61,7 @@ def assert_same_as_transformers(model: jaxkv.Decoder, theirs: Any, prompts: list
     return out
 
 
-QUICK = ("gpt_neox", "qwen3", "gemma2")  # what is particular to the others is not particular to beams
+QUICK = ("gpt_neox", "gemma2")  # what is particular to the others is not particular to beams
 
 
 @pytest.mark.torch
@@ -82,7 +82,7 @@ def test_length_penalty_and_early_stopping_are_those_of_transformers(tmp_path: P
     prompts = [tokens(n, seed=n) for n in (1, 6, 8)]
     ends = list(range(2, 97, 3))
     steps = {}
-    for early_stopping, penalty in itertools.product((False, True, "never"), (1.0, 0.0, -0.8, 1.9)):
+    for early_stopping, penalty in ((False, 1.0), (True, 1.0), ("never", 1.0), (False, -0.8), (True, 0.0), ("never", 1.9)):
         out = assert_same_as_transformers(
             model, theirs, prompts, num_beams=3, max_new_tokens=16, eos_token_id=ends, num_return_sequences=3,
             length_penalty=penalty, early_stopping=early_stopping, page_size=4,
@@ -103,6 +103,7 @@ def test_beams_wide_enough_find_the_best_of_all_sequences() -> None:
     np.testing.assert_allclose(np.asarray(out.scores)[0], sums[best], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_beam_is_greedy(model: jaxkv.Decoder) -> None:
     options = {"max_new_tokens": 20, "eos_token_id": [18, 30], "page_size": 4}
     out = jaxkv.beam_search(model, PROMPTS, num_beams=1, early_stopping=True, **options)

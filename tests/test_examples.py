@@ -59,13 +59,14 @@ def test_tree_search_finds_the_most_probable_sequence() -> None:
     assert 13 <= int(made) < 85, "not all of the tree was needed"
 
 
+@pytest.mark.slow
 def test_tree_search_says_when_nodes_ran_out() -> None:
     tokens, _, made = example("tree_search").tree_search(decoder(), jnp.array([3, 1]), depth=4, branch=2, num_nodes=5)
     np.testing.assert_array_equal(tokens, -1)
     assert int(made) == 5
 
 
-@pytest.mark.parametrize("good", [True, False], ids=["good draft", "bad draft"])
+@pytest.mark.parametrize("good", [pytest.param(True, marks=pytest.mark.slow), False], ids=["good draft", "bad draft"])
 def test_speculation_changes_nothing_but_the_number_of_calls(good: bool) -> None:
     model, new = decoder(), 19
     draft = model if good else decoder(seed=9, num_layers=1)

@@ -97,14 +97,14 @@ def make_arrays(case: BenchCase) -> tuple[jax.Array, ...]:
 
 
 def jax_own(q, k, v, tables, lengths):
-    """jax's own deprecated kernel; its pages are [kv_heads, num_pages, page_size, head_dim] and it scales nothing."""
+    """jax's own deprecated kernel; its pages are [kv_heads, num_pages, page_size, head_dim], and it scales nothing."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as own
 
-    return own(q, k.swapaxes(0, 1), v.swapaxes(0, 1), tables, lengths)
+    return own(q, k, v, tables, lengths)
 
 
 def cudnn_dense(q, k, v, tables, lengths):
-    """cuDNN's attention over contiguous keys, gathered beforehand outside the timing: no pages, so a bound and not a rival."""
+    """cuDNN's attention over contiguous keys, gathered outside the timing: no pages, so a bound and not a rival."""
     del tables
     return jax.nn.dot_product_attention(q[:, None], k, v, key_value_seq_lengths=lengths, implementation="cudnn")
 
@@ -119,7 +119,7 @@ def contenders(case: BenchCase, arrays: tuple[jax.Array, ...], names: tuple[str,
     if jax.default_backend() == "gpu":
         q, k, v, tables, lengths = arrays
         swapped = tuple(jnp.array(x.swapaxes(0, 1)) for x in (k, v))
-        made["jax_own"] = (jax.jit(lambda q, k, v, t, n: jax_own(q, k.swapaxes(0, 1), v.swapaxes(0, 1), t, n)), (q, *swapped, tables, lengths))
+        made["jax_own"] = (jax.jit(jax_own), (q, *swapped, tables, lengths))
         shape = (case.batch, -1, case.kv_heads, case.head_dim)
         dense = tuple(jnp.array(x[tables].swapaxes(2, 3).reshape(shape)) for x in (k, v))
         made["cudnn_dense"] = (jax.jit(cudnn_dense), (q, *dense, tables, lengths))
@@ -166,7 +166,8 @@ def report(cases: tuple[BenchCase, ...]) -> dict:
         )
         for arch, name, case in pairs
     ]  # fmt: skip
-    print(f"{'target':8}{'kernel':8}{'dtype':10}{'dim':>4}{'page':>5}{'batch':>6}{'context':>8}  registers spills  shared occupancy   MB read  ceiling us")
+    titles = f"{'target':8}{'kernel':8}{'dtype':10}{'dim':>4}{'page':>5}{'batch':>6}{'context':>8}"
+    print(titles + "  registers spills  shared occupancy   MB read  ceiling us")
     rows = []
     for result, (arch, name, case) in zip(compile_cases(todo), pairs):
         if "error" in result:
@@ -175,7 +176,11 @@ def report(cases: tuple[BenchCase, ...]) -> dict:
         target, moved = TARGETS[arch], case.page_bytes()
         flops = 4 * case.batch * case.context * case.heads * case.head_dim
         ceiling = max(moved / target.bandwidth, flops / target.bf16_flops)
-        row = dataclasses.asdict(case) | kernel | {"target": arch, "implementation": name, "bytes": moved, "ceiling_seconds": ceiling}
+        row = (
+            dataclasses.asdict(case)
+            | kernel
+            | {"target": arch, "implementation": name, "bytes": moved, "ceiling_seconds": ceiling}
+        )
         row["occupancy_bound"] = occupancy(target, kernel["registers"], kernel["threads"], kernel["shared_bytes"])
         rows.append(row)
         print(

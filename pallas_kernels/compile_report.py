@@ -164,7 +164,9 @@ def read_ptx(path: pathlib.Path, arch: str, launches: dict[str, tuple[int, int]]
                 spill_bytes=spills,
                 shared_bytes=shared,
                 threads=threads,
-                wide_copies=len(re.findall(r"cp\.async\.c[ag]\S+ \[.*\], 0x10|cp\.async\.bulk|\.v4\.(?:b32|u32|f32)|\.v2\.b64", body)),
+                wide_copies=len(
+                    re.findall(r"cp\.async\.c[ag]\S+ \[.*\], 0x10|cp\.async\.bulk|\.v4\.(?:b32|u32|f32)|\.v2\.b64", body)
+                ),
                 tensor_core=len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", body)),
             )
         )

@@ -42,9 +42,7 @@ def _device() -> tuple[str, str | None]:
     return platform, getattr(jax.devices()[0], "compute_capability", None)
 
 
-def choose_implementation(
-    implementation: str | None, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike
-) -> str:
+def choose_implementation(implementation: str | None, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike) -> str:
     """The name of the implementation that will run on the default platform.
 
     Args:
@@ -66,9 +64,7 @@ def choose_implementation(
     return implementation
 
 
-def run_implementation(
-    problem: Problem, options: AttentionOptions, implementation: str
-) -> tuple[jax.Array, jax.Array]:
+def run_implementation(problem: Problem, options: AttentionOptions, implementation: str) -> tuple[jax.Array, jax.Array]:
     """(out [batch, queries, heads, head_dim] in q.dtype, lse f32[batch, queries, heads]) by the implementation chosen."""
     if implementation == "xla":
         return paged_attention_xla(problem, options, query_tile=QUERY_TILE if options.deterministic else None)

@@ -77,9 +77,7 @@ def _check_int32(name: str, array: jax.Array) -> None:
         raise ValueError(f"{name} must be int32, got {array.dtype}")
 
 
-def check_pages(
-    k_pages: jax.Array, v_pages: jax.Array, k_scales: jax.Array | None, v_scales: jax.Array | None
-) -> None:
+def check_pages(k_pages: jax.Array, v_pages: jax.Array, k_scales: jax.Array | None, v_scales: jax.Array | None) -> None:
     """Checks a pool of pages and its scales.
 
     Raises:

@@ -172,7 +172,5 @@ def paged_prefill_attention(
     if block_table.ndim != 1:
         raise ValueError(f"block_table must be [pages_per_seq], got shape {block_table.shape}")
     row = lambda x: None if x is None else jnp.asarray(x, jnp.int32).reshape(1)
-    result = paged_attention(
-        q[None], k_pages, v_pages, block_table[None], row(length), num_queries=row(num_queries), **options
-    )
+    result = paged_attention(q[None], k_pages, v_pages, block_table[None], row(length), num_queries=row(num_queries), **options)
     return jax.tree.map(lambda x: x[0], result)

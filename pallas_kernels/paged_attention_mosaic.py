@@ -130,7 +130,23 @@ def _attend_block(plan: Plan, dtype, mma, q, smem, bounds, block, slot, carry):
     return new_top, total, mma(acc, plgpu.load(p_smem, layout=lhs, optimized=False), v)
 
 
-def _body(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref, out_ref, lse_ref, k_smem, v_smem, p_smem, *rest, plan: Plan, dtype, mma):
+def _body(
+    q_ref,
+    k_ref,
+    v_ref,
+    tables_ref,
+    lengths_ref,
+    num_queries_ref,
+    out_ref,
+    lse_ref,
+    k_smem,
+    v_smem,
+    p_smem,
+    *rest,
+    plan: Plan,
+    dtype,
+    mma,
+):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     barrier = rest[0] if rest else None
@@ -157,7 +173,11 @@ def _body(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref, out_ref
             return _attend_block(plan, dtype, mma, q, (k_smem, v_smem, p_smem), bounds, block, slot, carry)
 
         vector = lambda x: plgpu.layout_cast(jnp.full((TILE_ROWS,), x, jnp.float32), acc_layout.reduce(1))
-        start = (vector(_LOWEST), vector(0.0), plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.head_dim), jnp.float32), acc_layout))
+        start = (
+            vector(_LOWEST),
+            vector(0.0),
+            plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.head_dim), jnp.float32), acc_layout),
+        )
         top, total, acc = lax.fori_loop(begin, end, step, start)
         safe = jnp.where(total > 0.0, total, 1.0)
         wide = plgpu.layout_cast(lax.broadcast_in_dim(safe, acc.shape, (0,)), acc_layout)
@@ -196,7 +216,11 @@ def _merge(plan: Plan, problem: Problem, partial: jax.Array, partial_lse: jax.Ar
         return new_top, total * decay + weight, acc * decay[..., None] + part * weight[..., None]
 
     shape = (*partial.shape[:2], TILE_ROWS)
-    start = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, plan.head_dim), jnp.float32)
+    start = (
+        jnp.full(shape, _LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, plan.head_dim), jnp.float32),
+    )
     top, total, acc = lax.fori_loop(0, plan.splits, step, start)
     if problem.sinks is not None:
         index = lax.iota(jnp.int32, plan.kv_heads)[None, :, None] * plan.q_per_kv + group[:, None, :]
@@ -249,5 +273,7 @@ def paged_attention_mosaic(
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    partial, partial_lse = kernel(q, problem.k_pages, problem.v_pages, problem.block_tables, problem.lengths, problem.num_queries)
+    partial, partial_lse = kernel(
+        q, problem.k_pages, problem.v_pages, problem.block_tables, problem.lengths, problem.num_queries
+    )
     return _merge(plan, problem, partial, partial_lse)

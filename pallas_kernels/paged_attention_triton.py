@@ -51,18 +51,22 @@ class Plan(NamedTuple):
 
     @property
     def q_per_kv(self) -> int:
+        """Query heads per kv head."""
         return self.heads // self.kv_heads
 
     @property
     def rows(self) -> int:
+        """(query, head of the group) pairs per row and kv head."""
         return self.queries * self.q_per_kv
 
     @property
     def padded_dim(self) -> int:
+        """head_dim up to the next power of two."""
         return max(16, 1 << (self.head_dim - 1).bit_length())
 
     @property
     def row_tokens(self) -> int:
+        """Tokens per row of the pool's view: a whole page, or the part of one that divides the block."""
         return math.gcd(self.page_size, self.config.block_tokens)
 
 

@@ -61,9 +61,7 @@ class Geometry(NamedTuple):
     end: jax.Array
 
 
-def geometry(
-    queries: int, lengths: jax.Array, num_queries: jax.Array, window: int | None, max_tokens: int
-) -> Geometry:
+def geometry(queries: int, lengths: jax.Array, num_queries: jax.Array, window: int | None, max_tokens: int) -> Geometry:
     """Positions of the queries `[batch, queries]` and the range of blocks; lengths above `max_tokens` are cut to it."""
     lengths = jnp.clip(lengths, 0, max_tokens)
     index = lax.broadcasted_iota(jnp.int32, (lengths.shape[0], queries), 1)
@@ -110,9 +108,7 @@ def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(taken, dtype).reshape(batch * kv_heads, BLOCK_TOKENS, *features)
 
 
-def scores(
-    q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: AttentionOptions
-) -> jax.Array:
+def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: AttentionOptions) -> jax.Array:
     """f32[n, m, tokens] scaled and capped scores of q [n, m, head_dim] and k [n, tokens, head_dim]."""
     s = jnp.einsum("nmd,ntd->nmt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * options.scale
     if k_scale is not None:
@@ -217,9 +213,7 @@ def paged_attention_xla(
     kv_heads, page_size = problem.k_pages.shape[1:3]
     batch, queries, heads, head_dim = problem.q.shape
     max_tokens = problem.block_tables.shape[1] * page_size
-    positions = lambda count: geometry(
-        count, problem.lengths, problem.num_queries, options.sliding_window, max_tokens
-    )
+    positions = lambda count: geometry(count, problem.lengths, problem.num_queries, options.sliding_window, max_tokens)
     if query_tile is None:
         return _attend_tile(problem, positions(queries), options)
     tiles = -(-queries // query_tile)

@@ -79,7 +79,9 @@ def test_mosaic_compiles_for(arch):
     cases = [
         CompileCase(arch, implementation="mosaic"),
         CompileCase(arch, implementation="mosaic", head_dim=64, page_size=8, dtype="float16", page_dtype="float16"),
-        CompileCase(arch, implementation="mosaic", head_dim=96, queries=64, sliding_window=512, logits_soft_cap=30.0, sinks=True),
+        CompileCase(
+            arch, implementation="mosaic", head_dim=96, queries=64, sliding_window=512, logits_soft_cap=30.0, sinks=True
+        ),
         CompileCase(arch, implementation="mosaic", head_dim=256, page_size=256),
     ]
     assert_compiles(cases)
@@ -91,7 +93,9 @@ def test_mosaic_compiles_for(arch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_head_dim_and_page_size_mosaic_takes_compiles_for(arch, dtype):
     shapes = itertools.product((64, 96, 128, 160, 192, 224, 256), (8, 16, 32, 64, 128, 256))
-    cases = [CompileCase(arch, implementation="mosaic", dtype=dtype, page_dtype=dtype, head_dim=d, page_size=p) for d, p in shapes]
+    cases = [
+        CompileCase(arch, implementation="mosaic", dtype=dtype, page_dtype=dtype, head_dim=d, page_size=p) for d, p in shapes
+    ]
     assert_compiles(cases)
 
 

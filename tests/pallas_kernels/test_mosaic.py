@@ -3,6 +3,8 @@
 The interpreter has no `mma`: a plain product stands in for it. Copies, barriers, stages, masks, splits and the merge are the kernel's.
 """
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -46,13 +48,16 @@ def test_a_row_alone_and_among_others():
 
 @pytest.mark.parametrize(
     "head_dim, page_size, dtype, message",
-    [(80, 16, "bfloat16", "head_dim.*80"), (64, 24, "bfloat16", "page sizes.*24"), (64, 16, "float32", "float32"), (64, 16, "int8", "int8")],
+    [
+        (80, 16, "bfloat16", "head_dim.*80"),
+        (64, 24, "bfloat16", "page sizes.*24"),
+        (64, 16, "float32", "float32"),
+        (64, 16, "int8", "int8"),
+    ],
 )
 def test_refusals_name_the_way_out(head_dim, page_size, dtype, message):
     reason = mosaic_refusal(head_dim, page_size, dtype)
     if jax.__version_info__ < (0, 11):
         assert "jax 0.11" in reason
     else:
-        import re
-
         assert re.search(message, reason) and "triton" in reason

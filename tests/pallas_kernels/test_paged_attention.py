@@ -93,7 +93,9 @@ class TestPagedAttention:
         assert out.tobytes() == want.tobytes()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dtype, page_dtype", [("float32", None), ("float16", None), ("float32", "int8"), ("float16", "int8")])
+    @pytest.mark.parametrize(
+        "dtype, page_dtype", [("float32", None), ("float16", None), ("float32", "int8"), ("float16", "int8")]
+    )
     @pytest.mark.parametrize("page_size", [8, 16, 32])
     @pytest.mark.parametrize("kv_heads", [1, 2])
     @pytest.mark.parametrize("q_per_kv", [2, 16, 20])

@@ -127,7 +127,7 @@ def contenders(case: BenchCase, arrays: tuple[jax.Array, ...], names: tuple[str,
 
 
 def measure(cases: tuple[BenchCase, ...], names: tuple[str, ...] | None = None) -> dict:
-    """Times every case with the implementations named, or all that take it; a contender that cannot run a case is listed with its reason."""
+    """Times every case with the implementations named, or all that take it; other contenders that cannot run are listed so."""
     copy = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}: a copy moves {copy / 1e9:.0f} GB/s")
     rows = []

@@ -1,6 +1,6 @@
 """The pictures of README and documentation, drawn anew into docs/pictures; bookkeeping alone decides what they look like.
 
-    python docs/pictures.py [FOLDER]
+python docs/pictures.py [FOLDER]
 """
 
 import sys

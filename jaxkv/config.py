@@ -38,6 +38,8 @@ class Rope:
 
     Raises:
       ValueError: a value is out of range; the message shows it.
+
+    Source: Su et al. 2021 (arXiv:2104.09864); yarn, Peng et al. 2023 (arXiv:2309.00071); the rest as in transformers.
     """
 
     theta: float = 10_000.0

@@ -134,6 +134,8 @@ def generate(
 
     Raises:
       ValueError: an argument is out of range; the message names it and the way out. Values that are traced are not checked.
+
+    Source: continuous batching, Yu et al., "Orca" (OSDI 2022); prefill chunks beside decode rows, arXiv:2308.16369.
     """
     sampling = Sampling() if sampling is None else sampling
     prompts, prompt_lengths = pad_prompts(prompts, prompt_lengths)

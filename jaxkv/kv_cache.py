@@ -48,7 +48,7 @@ class PagedKVCache:
     """Keys and values of `seqs` sequences in pages.
 
     Make one with `PagedKVCache.create`. Every operation returns a new cache; donate the old one (or work inside one jit), or
-    else each step copies the whole pool.
+    else each step copies the whole pool. Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180).
 
     Attributes:
       k_pages, v_pages: one array a layer, `[num_pages, kv_heads, page_size, head_dim]`.

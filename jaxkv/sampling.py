@@ -29,6 +29,17 @@ class Sampling:
 
     Raises:
       ValueError: a value known now (not traced) is out of range; the message shows it.
+
+    Examples:
+      >>> Sampling(temperature=0.8, top_p=0.95).always_greedy
+      False
+      >>> Sampling(top_p=1.5)
+      Traceback (most recent call last):
+        ...
+      ValueError: top_p must be in (0, 1], got 1.5
+
+    Source: top-p, Holtzman et al. 2020 (arXiv:1904.09751); min-p, Nguyen et al. 2024 (arXiv:2407.01082); the filters' order and ties
+    as in transformers.
     """
 
     temperature: float | Array = 0.0

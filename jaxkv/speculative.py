@@ -45,6 +45,8 @@ class NGram:
 
     Raises:
       ValueError: a value is out of range.
+
+    Source: Saxena, "Prompt Lookup Decoding" (2023).
     """
 
     num_tokens: int = 4
@@ -69,6 +71,8 @@ class Draft:
 
     Raises:
       ValueError: a value is out of range.
+
+    Source: Leviathan et al. 2023 (arXiv:2211.17192).
     """
 
     model: Decoder

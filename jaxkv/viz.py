@@ -63,6 +63,20 @@ def page_map(cache: PagedKVCache | Bookkeeping | Frame) -> Picture:
 
     Raises:
       RuntimeError: the cache was donated, as `extend` does; go on with the one it returned.
+
+    Examples:
+      >>> tables = np.array([[1, 2], [1, 3]])  # two rows that share page 1
+      >>> cache = Bookkeeping(tables, np.array([6, 8]), np.array([0, 2, 1, 1]), np.array([0, 0, 0, 0]), 0, page_size=4)
+      >>> print(page_map(cache))
+      3 of 3 pages used, 0 free, 1 shared
+      12 slots, 17% of them empty; 14 tokens (a shared one counts in every row); sharing saves 1 pages
+      <BLANKLINE>
+        page map: x null, . free, a letter for each row, # shared by several
+           0 x#ab
+      <BLANKLINE>
+        block tables: * shared
+      a row 0      6 tokens [1* 2] (last 2/4)
+      b row 1      8 tokens [1* 3] (last 4/4)
     """
     if isinstance(cache, Frame):
         return picture(cache.cache, names=cache.names)
@@ -132,6 +146,12 @@ def compare(recording: Recording | Frame) -> Picture:
     """Contiguous allocation beside the paged one, at a recording's fullest moment or in one frame.
 
     Contiguous means what it means in most decoders: every row has room for the longest sequence from its first token on.
+
+    Args:
+      recording: from `record`, or one of its frames.
+
+    Raises:
+      ValueError: the recording has no frames.
     """
     frame = recording.fullest if isinstance(recording, Recording) else recording
     cache, stats = frame.cache, cache_stats(frame.cache)

@@ -59,7 +59,7 @@ for n in range(1, tokens + 1):
     work["with"] += 2
     cached = softmax(k_cache @ q / dim**0.5) @ v_cache
     np.testing.assert_allclose(cached, without, atol=1e-12)
-print("the same outputs;", work)
+print("the same outputs; rows multiplied:", work)
 
 # %% [markdown]
 # For $n$ tokens that is $n(n+1)$ against $2n$ rows, and the same holds for every layer around it: without a cache all of the model runs
@@ -73,8 +73,15 @@ print("the same outputs;", work)
 # %%
 config = families.from_hf(
     {
-        "model_type": "opt", "vocab_size": 512, "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 1024, "do_layer_norm_before": True,
+        "model_type": "opt",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "word_embed_proj_dim": 256,
+        "ffn_dim": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 1024,
+        "do_layer_norm_before": True,
     }
 )
 opt = jaxkv.CausalLM(jaxkv.Decoder(config, rngs=nnx.Rngs(0)))

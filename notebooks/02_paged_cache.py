@@ -27,7 +27,15 @@ import jaxkv
 from jaxkv import viz
 
 config = jaxkv.ModelConfig(
-    "llama", 64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, max_seq_len=256,
+    "llama",
+    64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_seq_len=256,
     rope=jaxkv.Rope(rotary_dim=8),
 )
 model = jaxkv.Decoder(config, rngs=nnx.Rngs(0))
@@ -94,7 +102,13 @@ prompt_lengths = np.clip(random.lognormal(2.2, 0.7, num_requests), 2, 32).astype
 limits = np.clip(random.lognormal(2.8, 0.7, num_requests), 2, 64).astype(int)
 prompts = [list(random.integers(0, 64, n)) for n in prompt_lengths]
 recording = viz.record(
-    model, prompts, max_new_tokens=64, token_limits=limits, max_seqs=rows, page_size=page_size, num_pages=rows * 12 + 1,
+    model,
+    prompts,
+    max_new_tokens=64,
+    token_limits=limits,
+    max_seqs=rows,
+    page_size=page_size,
+    num_pages=rows * 12 + 1,
 )
 viz.timeline(recording, max_frames=16)
 
@@ -160,11 +174,7 @@ viz.compare(recording)
 # %%
 sizes = (4, 16, 64)
 measured = [
-    float(
-        jaxkv.generate(
-            model, prompts, max_new_tokens=64, token_limits=limits, max_seqs=rows, page_size=size
-        ).stats.waste
-    )
+    float(jaxkv.generate(model, prompts, max_new_tokens=64, token_limits=limits, max_seqs=rows, page_size=size).stats.waste)
     for size in sizes
 ]
 for size, share in zip(sizes, measured):

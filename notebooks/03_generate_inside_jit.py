@@ -28,7 +28,15 @@ import jaxkv
 from jaxkv import viz
 
 config = jaxkv.ModelConfig(
-    "llama", 64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128, max_seq_len=256,
+    "llama",
+    64,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_seq_len=256,
     rope=jaxkv.Rope(rotary_dim=16),
 )
 model = jaxkv.Decoder(config, rngs=nnx.Rngs(0))
@@ -49,7 +57,13 @@ prompts = jnp.asarray(random.integers(0, 64, (16, 24)).astype(np.int32))
 @jax.jit
 def roll_out(model, prompts, limits, key):
     out = jaxkv.generate(
-        model, prompts, max_new_tokens=64, token_limits=limits, max_seqs=4, sampling=jaxkv.Sampling(temperature=0.8), key=key,
+        model,
+        prompts,
+        max_new_tokens=64,
+        token_limits=limits,
+        max_seqs=4,
+        sampling=jaxkv.Sampling(temperature=0.8),
+        key=key,
         page_size=8,
     )
     reward = jnp.sum(out.tokens == 7, axis=-1)  # anything of your own, in the same program
@@ -60,7 +74,9 @@ out, reward = roll_out(model, prompts, limits, jax.random.key(0))
 np.testing.assert_array_equal(out.lengths[:, 0], limits)
 decode = int(limits.sum())
 static = sum(int(limits[i : i + 4].max()) for i in range(0, 16, 4))
-print(f"{decode} tokens in {int(out.stats.steps)} steps, prefill included; static batches of 4 would need {static} decode steps alone")
+print(
+    f"{decode} tokens in {int(out.stats.steps)} steps, prefill included; static batches of 4 would need {static} decode steps alone"
+)
 assert int(out.stats.steps) < static + 16
 out
 
@@ -68,9 +84,7 @@ out
 # What the rows did, step by step (the slider shows pages being handed from one request to the next):
 
 # %%
-recording = viz.record(
-    model, prompts[:8], max_new_tokens=64, token_limits=limits[:8], max_seqs=4, page_size=8, num_pages=36
-)
+recording = viz.record(model, prompts[:8], max_new_tokens=64, token_limits=limits[:8], max_seqs=4, page_size=8, num_pages=36)
 viz.timeline(recording, max_frames=20)
 
 # %%
@@ -130,7 +144,7 @@ print("peak pages:", int(beams.peak_pages), "for 8 beams")
 # %%
 root = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "docs" / "examples").is_dir())
 sys.path.insert(0, str(root / "docs" / "examples"))
-from tree_search import tree_search  # noqa: E402
+from tree_search import tree_search
 
 tokens, score, made = tree_search(model, prompts[0], depth=3, branch=3, num_nodes=40)
 first = float(jnp.sum(jaxkv.generate(model, prompts[:1], max_new_tokens=3).logprobs))

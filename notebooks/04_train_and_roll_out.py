@@ -29,7 +29,7 @@ import jaxkv
 
 root = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "docs" / "examples").is_dir())
 sys.path.insert(0, str(root / "docs" / "examples"))
-import grpo  # noqa: E402
+import grpo
 
 # %% [markdown]
 # ## Supervised training with optax
@@ -76,7 +76,12 @@ prompts = jax.random.randint(jax.random.key(2), (8, 6), 0, len(grpo.LETTERS))
 rolled, apart = {}, {}
 for exact in (False, True):
     rolled[exact] = jaxkv.generate(
-        fresh, prompts, max_new_tokens=16, num_samples=8, sampling=jaxkv.Sampling(temperature=1.0), key=jax.random.key(3),
+        fresh,
+        prompts,
+        max_new_tokens=16,
+        num_samples=8,
+        sampling=jaxkv.Sampling(temperature=1.0),
+        key=jax.random.key(3),
         deterministic=exact,
     )
     apart[exact] = jaxkv.mismatch(fresh, prompts, None, rolled[exact], deterministic=exact)
@@ -117,7 +122,9 @@ plt.show()
 assert (off_one[:, 0] == 0.0).all(), "on policy, the ratio is exactly one"
 assert (off_one[:, 1] > 0.0).all(), "and after an update it is not"
 assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.2
-print(f"reward {np.mean(reward[:5]):.2f} -> {np.mean(reward[-5:]):.2f}; first inner step's ratios are 1.0 in all {len(reports)} steps")
+print(
+    f"reward {np.mean(reward[:5]):.2f} -> {np.mean(reward[-5:]):.2f}; first inner step's ratios are 1.0 in all {len(reports)} steps"
+)
 
 # %% [markdown]
 # Next: [05_kernels](05_kernels.ipynb).

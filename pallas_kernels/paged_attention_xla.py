@@ -214,6 +214,8 @@ def paged_attention_xla(
     batch, queries, heads, head_dim = problem.q.shape
     max_tokens = problem.block_tables.shape[1] * page_size
     positions = lambda count: geometry(count, problem.lengths, problem.num_queries, options.sliding_window, max_tokens)
+    if query_tile is None and queries * heads == kv_heads:
+        query_tile = 2  # a product with a vector becomes a sum that is cut among threads by the number of rows
     if query_tile is None:
         return _attend_tile(problem, positions(queries), options)
     tiles = -(-queries // query_tile)

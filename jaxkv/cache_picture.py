@@ -167,10 +167,14 @@ class _Pen:
             look = line if paint in ("null", "free") else f'fill="{paint}" fill-opacity="{opacity:g}"'
             self.parts.append(f'<path d="{"".join(paths)}" {look}/>')
 
-    def number(self, page: int, x: Number, y: Number, size: Number = 9) -> None:
-        """A page's number in the middle of its cell."""
-        dark = self.fill[page] >= 0.6
-        self.parts.append(text(x, y, str(page), anchor="middle", size=size, fill="#000" if dark else "currentColor"))
+    def number(self, page: int, x: Number, y: Number, w: Number, h: Number) -> None:
+        """A page's number in its cell: in the filled part in black, or in the empty part where that is larger."""
+        filled = h * float(self.fill[page])
+        most = filled >= h / 2
+        middle = y + h - filled / 2 if most else y + (h - filled) / 2
+        self.parts.append(
+            text(x + w / 2, middle + 3.2, str(page), anchor="middle", size=9, fill="#000" if most else "currentColor")
+        )
 
 
 def _box(x: Number, y: Number, w: Number, h: Number) -> str:
@@ -209,9 +213,9 @@ def _page_map(pen: _Pen, top: Number) -> Number:
     places = [(p, 1 + p % columns * (size + gap), top + p // columns * (size + gap), size, size) for p in range(shown)]
     pen.cells(places)
     if size >= 20:
-        for page, x, y, w, h in places:
-            if page in pen.owners:
-                pen.number(page, x + w / 2, y + h / 2 + 3)
+        for place in places:
+            if place[0] in pen.owners:
+                pen.number(*place)
     top += -(-shown // columns) * (size + gap)
     if total > shown:
         used = int((pen.cache.ref_counts[shown:] > 0).sum())
@@ -243,8 +247,8 @@ def _block_tables(pen: _Pen, top: Number, names: Sequence[str]) -> Number:
         pen.parts.append(text(WIDTH - 2, middle, f"{cache.lengths[row]} tokens", anchor="end", size=small))
     pen.cells(places)
     if step >= 18 and height > 12:
-        for page, x, y, w, h in places:
-            pen.number(page, x + w / 2, y + h / 2 + 3.2)
+        for place in places:
+            pen.number(*place)
     top += rows * pitch
     if len(names) > rows:
         pen.parts.append(text(8, top + 12, f"and {len(names) - rows} more rows"))

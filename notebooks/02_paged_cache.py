@@ -153,7 +153,7 @@ for name in names:
     axis.plot(slots[name], label=f"{name}: {waste[name]:.0%} empty")
 axis.fill_between(range(len(busy)), slots["tokens"], alpha=0.3, label="tokens")
 axis.set(xlabel="step", ylabel="slots")
-axis.legend(loc="center right", fontsize=8)
+axis.legend(loc=(0.72, 0.57), fontsize=8)
 figure.tight_layout()
 plt.show()
 for name in names:

@@ -55,14 +55,13 @@ class PagedKVCache:
       block_tables: i32[seqs, pages_per_seq], pages of each row in order of position.
       lengths: i32[seqs], tokens valid per row.
       ref_counts: i32[num_pages], table entries that name each page; 0 for free pages and the null page.
-      free_pages: i32[num_pages], a stack whose first `num_free` entries are the free pages.
-      num_free: i32[].
+      free_pages, num_free: i32[num_pages] and i32[], a stack whose first `num_free` entries are the free pages.
       out_of_pages: bool[seqs], rows that an `allocate` could not serve; they keep what they had and take no more tokens
         until `free` or `fork` gives them a new start.
     """
 
-    k_pages: tuple[Array, ...]
-    v_pages: tuple[Array, ...]
+    k_pages: tuple[Array, ...] = dataclasses.field(repr=False)  # contents are megabytes
+    v_pages: tuple[Array, ...] = dataclasses.field(repr=False)
     block_tables: Int[Array, "seqs pages_per_seq"]
     lengths: Int[Array, " seqs"]
     ref_counts: Int[Array, " num_pages"]
@@ -72,8 +71,7 @@ class PagedKVCache:
 
     @classmethod
     def create(
-        cls, config: ModelConfig, *, num_pages: int, page_size: int = 16, max_seqs: int, max_seq_len: int,
-        dtype: str | None = None,
+        cls, config: ModelConfig, *, num_pages: int, page_size: int = 16, max_seqs: int, max_seq_len: int, dtype: str | None = None,
     ) -> "PagedKVCache":  # fmt: skip
         """An empty cache for a model.
 

@@ -47,44 +47,44 @@ def _product(x: Array, weight: Array) -> Array:
     return lax.platform_dependent(x, weight, cpu=_weight_left, default=_weight_right)
 
 
-def in_row_tiles(f: Callable[..., Array], *rows: Array) -> Array:
-    """`f(*rows)`, computed TILE rows at a time: a row's bits then never depend on how many rows there are.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
+    """`f(*rows, *shared)`, computed TILE rows at a time: a row's bits then never depend on how many rows there are.
 
     Products and sums along a row are cut among threads and vector lanes by the number of rows; with one shape there is one cut.
-    The barriers keep neighbours from being fused into the tile, which would change how its sums are formed.
+    Tiles run in a loop, even a single one, whose number of turns the compiler cannot know: so it cannot fuse a tile with what
+    stands around it either, which would change how sums are formed and where they are rounded.
+
+    The gradient is that of `f` itself: only values must agree between rollout and training.
 
     Args:
-      f: takes and returns arrays whose first axis is rows, and treats each row alike.
-      rows: `[rows, ...]` each.
+      f: takes arrays whose first axis is rows, then the shared ones; returns one whose first axis is rows. Treats each row alike.
+      rows: `[rows, ...]` each, the first one floating.
+      shared: read by every tile, such as weights.
     """
     count = rows[0].shape[0]
     tiles = -(-count // TILE)
     padded = [jnp.pad(x, [(0, tiles * TILE - count)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
 
-    def tile(args: tuple[Array, ...]) -> Array:
-        return lax.optimization_barrier(f(*lax.optimization_barrier(args)))
+    def tile(i: Array, y: Array) -> Array:
+        part = [lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in padded]
+        return lax.dynamic_update_slice_in_dim(y, f(*part, *shared), i * TILE, 0)
 
-    if tiles == 1:
-        return tile(tuple(padded))[:count]
-    y = lax.map(tile, tuple(x.reshape(tiles, TILE, *x.shape[1:]) for x in padded))
-    return y.reshape(tiles * TILE, *y.shape[2:])[:count]
-
-
-@jax.custom_vjp
-def _tiled_product(x: Array, weight: Array) -> Array:
-    """`_product` in row tiles. The gradient is that of the plain product: only values must agree between rollout and training."""
-    return in_row_tiles(lambda tile: _product(tile, weight), x)
+    out = jax.eval_shape(f, *(x[:TILE] for x in padded), *shared)
+    empty = jnp.zeros((tiles * TILE, *out.shape[1:]), out.dtype)
+    something = lax.bitcast_convert_type(padded[0].reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return lax.fori_loop(0, lax.clamp(jnp.int32(tiles), something, jnp.int32(tiles)), tile, empty)[:count]
 
 
-def _tiled_product_fwd(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _tiled_product(x, weight), (x, weight)
+def _in_row_tiles_fwd(f: Callable[..., Array], rows: tuple, shared: tuple) -> tuple[Array, tuple]:
+    return in_row_tiles(f, rows, shared), (rows, shared)
 
 
-def _tiled_product_bwd(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    return jax.vjp(_product, *saved)[1](g)
+def _in_row_tiles_bwd(f: Callable[..., Array], saved: tuple, g: Array) -> tuple:
+    return jax.vjp(lambda rows, shared: f(*rows, *shared), *saved)[1](g)
 
 
-_tiled_product.defvjp(_tiled_product_fwd, _tiled_product_bwd)
+in_row_tiles.defvjp(_in_row_tiles_fwd, _in_row_tiles_bwd)
 
 
 def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, *, deterministic: bool = False) -> Array:
@@ -99,9 +99,9 @@ def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = Non
     Returns:
       `[tokens, *out]` in x's dtype.
     """
-    product = _tiled_product if deterministic else _product
-    out = weight.shape[:-1]
-    y = product(x, weight.reshape(-1, weight.shape[-1])).reshape(x.shape[0], *out)
+    flat = weight.reshape(-1, weight.shape[-1])
+    y = in_row_tiles(_product, (x,), (flat,)) if deterministic else _product(x, flat)
+    y = y.reshape(x.shape[0], *weight.shape[:-1])
     return y if bias is None else y + bias[None]
 
 
@@ -131,21 +131,25 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"], *, deterministic: bool = False) -> Float[Array, "*rows size"]:
         """Normalise the last axis; `deterministic` as in `linear`."""
-        if deterministic:
-            return in_row_tiles(self._normalise, x.reshape(-1, x.shape[-1])).reshape(x.shape)
-        return self._normalise(x)
-
-    def _normalise(self, x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        shape = (1,) * (x.ndim - 1) + (-1,)
-        if self.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = value(self.weight).astype(jnp.float32)
-        y = y * (weight + 1.0 if self.plus_one else weight).reshape(shape)
+        kind = functools.partial(normalise, self.kind, self.eps, self.plus_one)
+        flat, weights = x.reshape(-1, x.shape[-1]), (value(self.weight),)
         if self.bias is not None:
-            y = y + value(self.bias).astype(jnp.float32).reshape(shape)
-        return y.astype(x.dtype)
+            weights = (*weights, value(self.bias))
+        y = in_row_tiles(kind, (flat,), weights) if deterministic else kind(flat, *weights)
+        return y.reshape(x.shape)
+
+
+def normalise(kind: str, eps: float, plus_one: bool, x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """What `Norm` computes, for x [rows, size]."""
+    y = x.astype(jnp.float32)
+    if kind == "layer":
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    weight = weight.astype(jnp.float32)[None]
+    y = y * (weight + 1.0 if plus_one else weight)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None]
+    return y.astype(x.dtype)
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:

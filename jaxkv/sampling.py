@@ -195,10 +195,11 @@ def token_logprobs(
 
     `deterministic`: a row's bits do not depend on the number of rows.
     """
-
-    def log_normaliser(x: Array) -> Array:
-        top = jnp.max(x, axis=-1, keepdims=True)
-        return (jnp.log(jnp.sum(jnp.exp(x - top), axis=-1, keepdims=True)) + top)[:, 0]
-
-    total = in_row_tiles(log_normaliser, logits) if deterministic else log_normaliser(logits)
+    total = in_row_tiles(log_normaliser, (logits,), ()) if deterministic else log_normaliser(logits)
     return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - total
+
+
+def log_normaliser(logits: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """log of the sum of exp(logits)."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    return (jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)) + top)[:, 0]

@@ -34,7 +34,9 @@ class Instruction(NamedTuple):
         return math.prod(self.shape)
 
 
-LINE = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<type>\([^=]*?\)|\w+\[[\d,]*\]\S*) (?P<opcode>[\w-]+)\((?P<operands>.*)$")
+LINE = re.compile(
+    r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<type>\([^=]*?\)|\w+\[[\d,]*\]\S*) (?P<opcode>[\w-]+)\((?P<operands>.*)$"
+)
 HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$|^(?:ENTRY )?%?(?P<bare>[\w.-]+) \{$")
 
 
@@ -204,7 +206,10 @@ class TestCompilations:
         model = decoders.decoder()
         cache = new_cache(model)
         _, cache = jaxkv.extend(model, cache, jnp.ones((ROWS, 1), jnp.int32), jnp.ones(ROWS, jnp.int32))
-        tokens, counts = decoders.random_tokens(0, ROWS, 1), [jnp.asarray(c, jnp.int32) for c in ([1, 0, 1], [0, 0, 0], [1, 1, 1])]
+        tokens, counts = (
+            decoders.random_tokens(0, ROWS, 1),
+            [jnp.asarray(c, jnp.int32) for c in ([1, 0, 1], [0, 0, 0], [1, 1, 1])],
+        )
         with jax.log_compiles(), caplog.at_level("WARNING"):
             for count in counts:
                 _, cache = jaxkv.extend(model, cache, tokens, count)

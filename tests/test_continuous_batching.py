@@ -121,7 +121,9 @@ class TestEachAsIfAlone:
         model, prompts = decoders.decoder(), prompts_of(16)
         keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(16))
         order = np.random.default_rng(0).permutation(16)
-        options: dict[str, Any] = dict(max_new_tokens=NEW, sampling=Sampling(1.3), eos_token_id=ENDS, max_seqs=3, page_size=4, num_pages=12)
+        options: dict[str, Any] = dict(
+            max_new_tokens=NEW, sampling=Sampling(1.3), eos_token_id=ENDS, max_seqs=3, page_size=4, num_pages=12
+        )
         straight = jaxkv.generate(model, prompts, key=keys, **options)
         mixed = jaxkv.generate(model, [prompts[i] for i in order], key=keys[order], **options)
         np.testing.assert_array_equal(mixed.tokens, np.asarray(straight.tokens)[order])

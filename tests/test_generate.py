@@ -211,7 +211,14 @@ class TestInsideJit:
             model: jaxkv.Decoder, state: Any, prompts: jax.Array, lengths: jax.Array, temperature: jax.Array, key: jax.Array
         ) -> tuple[jaxkv.Decoder, Any, jaxkv.GenerateOutput]:
             out = jaxkv.generate(
-                model, prompts, lengths, max_new_tokens=NEW, sampling=Sampling(temperature), key=key, eos_token_id=7, page_size=4
+                model,
+                prompts,
+                lengths,
+                max_new_tokens=NEW,
+                sampling=Sampling(temperature),
+                key=key,
+                eos_token_id=7,
+                page_size=4,
             )
 
             def loss(model: jaxkv.Decoder) -> jax.Array:
@@ -258,15 +265,31 @@ class TestErrors:
             ([[1]], {"num_samples": 0}, "num_samples must be an integer >= 1, got 0"),
             ([[1]], {"max_seqs": 0}, "max_seqs must be an integer >= 1, got 0"),
             ([[1]], {"prefill_chunk": 0}, "prefill_chunk must be an integer >= 1, got 0"),
-            ([[1] * 10], {"page_size": 4, "num_pages": 5}, "num_pages is 5, but one sequence of 20 tokens .* needs 6 pages of 4 tokens"),
+            (
+                [[1] * 10],
+                {"page_size": 4, "num_pages": 5},
+                "num_pages is 5, but one sequence of 20 tokens .* needs 6 pages of 4 tokens",
+            ),
             ([[1]], {"num_pages": 0}, "num_pages is 0, but one sequence of 11 tokens .* needs 2 pages"),
             ([[1]], {"sampling": Sampling(1.0)}, "sampling needs a key"),
-            ([[1]], {"sampling": Sampling(jnp.ones(2)), "key": jax.random.key(0)}, "temperature must be one value or one per prompt"),
-            ([[1]], {"sampling": Sampling(1.0), "key": jax.random.split(jax.random.key(0), 3)}, r"one per prompt \(1\), got shape \[3\]"),
+            (
+                [[1]],
+                {"sampling": Sampling(jnp.ones(2)), "key": jax.random.key(0)},
+                "temperature must be one value or one per prompt",
+            ),
+            (
+                [[1]],
+                {"sampling": Sampling(1.0), "key": jax.random.split(jax.random.key(0), 3)},
+                r"one per prompt \(1\), got shape \[3\]",
+            ),
             ([[1]], {"token_limits": jnp.asarray([11])}, r"token_limits\[0\] is 11, but must be 1 to max_new_tokens = 10"),
             ([[1], [2]], {"token_limits": jnp.asarray([3, 0])}, r"token_limits\[1\] is 0"),
             ([[1]], {"prompt_lengths": jnp.asarray([1])}, "prompt_lengths goes with an array of prompts"),
-            (jnp.ones((2, 3), jnp.int32), {"prompt_lengths": jnp.asarray([3, 4])}, "prompt 1 has length 4, but must have 1 to 3"),
+            (
+                jnp.ones((2, 3), jnp.int32),
+                {"prompt_lengths": jnp.asarray([3, 4])},
+                "prompt 1 has length 4, but must have 1 to 3",
+            ),
             ([[1]], {"implementation": "nothing"}, "nothing"),
             ([[1]], {"cache_dtype": "int4"}, "dtype must be one of .* got 'int4'"),
         ],

@@ -100,9 +100,7 @@ def append(cache: PagedKVCache, num_tokens: jax.Array, values: jax.Array) -> Pag
 
     def written(pages: tuple[jax.Array, ...], sign: float) -> tuple[jax.Array, ...]:
         new = [sign * values + 0.25 * layer for layer in range(len(pages))]
-        return tuple(
-            x.at[page, 0, position % cache.page_size, 0].set(y, mode="drop") for x, y in zip(pages, new, strict=True)
-        )
+        return tuple(x.at[page, 0, position % cache.page_size, 0].set(y, mode="drop") for x, y in zip(pages, new, strict=True))
 
     cache = dataclasses.replace(cache, k_pages=written(cache.k_pages, 1.0), v_pages=written(cache.v_pages, -1.0))
     return cache.advance(count)
@@ -142,9 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
     def create(self, page_size: int):
         config = decoders.config(num_heads=1, num_kv_heads=1, head_dim=2, rope=jaxkv.Rope(rotary_dim=2))
         pages = SIZES[page_size]
-        self.cache = PagedKVCache.create(
-            config, num_pages=pages, page_size=page_size, max_seqs=SEQS, max_seq_len=MAX_LEN
-        )
+        self.cache = PagedKVCache.create(config, num_pages=pages, page_size=page_size, max_seqs=SEQS, max_seq_len=MAX_LEN)
         self.oracle, self.values = Oracle(pages, page_size), itertools.count(1)
 
     @rule(num_tokens=row_counts)

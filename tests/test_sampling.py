@@ -96,7 +96,9 @@ class TestFilters:
         logits = np.log(np.array([[0.5, 0.26, 0.24]], np.float32))
         assert kept(logits, min_p=0.5) == [[0, 1]]
 
-    @pytest.mark.parametrize("values", [{"top_k": 3}, {"top_p": 1e-7}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5, "min_p": 0.5}, {}])
+    @pytest.mark.parametrize(
+        "values", [{"top_k": 3}, {"top_p": 1e-7}, {"min_p": 1.0}, {"top_k": 1, "top_p": 0.5, "min_p": 0.5}, {}]
+    )
     def test_the_best_token_always_stays(self, values: dict[str, float]):
         logits = some_logits(4)
         for row, tokens in zip(logits, kept(logits, **values), strict=True):
@@ -112,7 +114,11 @@ class TestFilters:
 
     def test_a_row_does_not_see_its_mates(self):
         logits = some_logits(5)
-        values = {"temperature": [0.5, 1.0, 0.0, 2.0, 1.0, 1.0], "top_k": [0, 3, 0, 7, 0, 40], "top_p": [1, 1, 0.5, 0.8, 0.3, 1]}
+        values = {
+            "temperature": [0.5, 1.0, 0.0, 2.0, 1.0, 1.0],
+            "top_k": [0, 3, 0, 7, 0, 40],
+            "top_p": [1, 1, 0.5, 0.8, 0.3, 1],
+        }
         together = filtered(logits, **{k: jnp.asarray(v) for k, v in values.items()})
         for i in range(6):
             alone = filtered(logits[i : i + 1], **{k: v[i] for k, v in values.items()})

@@ -224,7 +224,11 @@ class TestErrors:
         "no chunk": (np.zeros((5, 0)), [0] * 5, r"chunk > 0, got shape \(5, 0\)"),
         "rows": ([[0]] * 4, [1] * 4, r"seqs = 5 and chunk > 0, got shape \(4, 1\)"),
         "pool": ([[0] * 12] * 5, [12] * 5, "the new tokens need 15 pages and 9 of 10 are free; .* num_pages >= 17"),
-        "table": ([[0] * 33] * 5, [0, 33, 0, 0, 0], "row 1 holds 0 tokens and cannot take 33 more: its block table has room for 32"),
+        "table": (
+            [[0] * 33] * 5,
+            [0, 33, 0, 0, 0],
+            "row 1 holds 0 tokens and cannot take 33 more: its block table has room for 32",
+        ),
     }
 
     @pytest.mark.parametrize("case", sorted(CASES))

@@ -99,10 +99,16 @@ def _rngs():
     return nnx.Rngs(0)
 
 
-def test_pools_are_compared_in_pairs(model: jaxkv.Decoder) -> None:
-    result = compare_pools(model, Workload(2, 8, new_tokens=8, page_size=16), factor=5, repeats=2)
-    assert result["num_pages"] == [2 + 1, 5 * 2 + 1]
-    assert result["ratio"] == pytest.approx(statistics.median(b / a for a, b in result["pairs"]))
+def test_pools_are_compared_turn_by_turn(model: jaxkv.Decoder) -> None:
+    result = compare_pools(model, Workload(2, 8, new_tokens=64, page_size=16), factor=5, repeats=2)
+    assert result["num_pages"] == [10 + 1, 5 * 10 + 1]
+    assert [len(turns) for turns in result["turns"]] == [6, 6]  # of each run's five turns, two bound what is measured
+    assert result["ratio"] == pytest.approx(statistics.median(result["turns"][1]) / statistics.median(result["turns"][0]))
+
+
+def test_pools_need_a_run_long_enough(model: jaxkv.Decoder) -> None:
+    with pytest.raises(ValueError, match="at least 64, got 8"):
+        compare_pools(model, Workload(2, 8, new_tokens=8), factor=5, repeats=2)
 
 
 @pytest.mark.torch

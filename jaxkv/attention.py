@@ -78,6 +78,7 @@ class Dense:
             logits_soft_cap=spec.soft_cap,
             deterministic=True,
         )
+        assert isinstance(out, jax.Array)
         return out.reshape(q.shape)
 
 
@@ -189,6 +190,7 @@ class Paged:
                 implementation=self.implementation,
                 deterministic=self.deterministic,
             )
+            assert isinstance(part, jax.Array)
             parts.append(part.reshape(stop - start, *q.shape[1:]).astype(q.dtype))
             start = stop
         return jnp.concatenate(parts), pages

@@ -91,7 +91,8 @@ class CausalLM:
         prompt = np.asarray(input_ids)
         if max_new_tokens is None:
             max_length = DEFAULT_MAX_LENGTH if max_length is None else max_length
-            max_new_tokens = max_length - ids.shape[1]
+            max_new_tokens = int(max_length) - ids.shape[1]
+        assert max_new_tokens is not None
         if max_new_tokens < 1:
             raise ValueError(
                 f"max_length is {max_length}, but the prompts have {ids.shape[1]} tokens already: raise it, or use max_new_tokens"

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Paged, Segment
@@ -159,7 +160,7 @@ def _pages_needed(length: int, search: _Search, page_size: int) -> int:
 def _cache_sizes(model: Decoder, lengths: Array, width: int, search: _Search, page_size: int, num_pages: int | None) -> _Sizes:
     """Sizes of the cache, from the width of `prompts` and not from `lengths`, so that other lengths do not recompile."""
     allowed = model.config.max_seq_len
-    known = [width] * lengths.shape[0] if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths).tolist()
+    known = [width] * lengths.shape[0] if isinstance(lengths, Tracer) else np.asarray(lengths).tolist()
     longest = max(known) + search.max_new
     if longest > allowed:
         raise ValueError(
@@ -169,7 +170,7 @@ def _cache_sizes(model: Decoder, lengths: Array, width: int, search: _Search, pa
     width = min(width, allowed - search.max_new)
     most = max(_pages_needed(n, search, page_size) for n in range(max(1, width - page_size), width + 1))
     enough = len(known) * most + 1
-    traced = isinstance(lengths, jax.core.Tracer)
+    traced = isinstance(lengths, Tracer)
     need = enough if traced else sum(_pages_needed(n, search, page_size) for n in known) + 1
     if num_pages is not None and num_pages < need:
         raise ValueError(
@@ -195,7 +196,7 @@ def _beam_search(
 ) -> BeamSearchOutput:
     state = _run(model, prompts, lengths, rules, eos, search, sizes)
     results = (x[:, : search.num_return] for x in (state.beams.done_tokens, state.beams.done_lengths, state.beams.done_scores))
-    return BeamSearchOutput(*results, state.steps, state.peak_pages)
+    return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
 
 
 def _run(model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: _Sizes) -> _State:

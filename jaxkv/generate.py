@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache_report import Bookkeeping
@@ -180,7 +181,7 @@ def stream(
         raise TypeError(f"stream() got unknown arguments {sorted(unknown)}" if unknown else "stream() needs max_new_tokens")
     defaults = {"num_samples": 1, "page_size": 16, "deterministic": False}
     values = [options.get(name, defaults.get(name)) for name in names]
-    job, plan, sizes = _prepare(model, prompts, prompt_lengths, *values, None)
+    job, plan, sizes = _prepare(model, prompts, prompt_lengths, *values, None)  # pyright: ignore[reportCallIssue]
     return _stream(model, job, plan, sizes, options["max_new_tokens"], steps_per_turn, on_turn)
 
 
@@ -236,8 +237,9 @@ def _output(run: Run, plan: Plan) -> GenerateOutput:
         return x.reshape(-1, plan.num_samples, *x.shape[1:])
 
     waste = run.empty_slots / jnp.maximum(run.held_slots, 1.0)
+    stats = GenerateStats(run.steps, run.preemptions, run.peak_pages, waste)
     results = (run.tokens, run.out_lengths, run.logprobs, run.sampled_logprobs, run.finished)
-    return GenerateOutput(*map(grouped, results), GenerateStats(run.steps, run.preemptions, run.peak_pages, waste))
+    return GenerateOutput(*map(grouped, results), stats)  # pyright: ignore[reportCallIssue]
 
 
 def pad_prompts(
@@ -264,7 +266,7 @@ def pad_prompts(
     lengths = jnp.full(prompts.shape[0], prompts.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths)
     if lengths.shape != (prompts.shape[0],):
         raise ValueError(f"prompt_lengths must be [num_prompts] = [{prompts.shape[0]}], got shape {list(lengths.shape)}")
-    if not isinstance(lengths, jax.core.Tracer):
+    if not isinstance(lengths, Tracer):
         wrong = np.flatnonzero((np.asarray(lengths) < 1) | (np.asarray(lengths) > prompts.shape[1]))
         if wrong.size:
             raise ValueError(f"prompt {wrong[0]} has length {lengths[wrong[0]]}, but must have 1 to {prompts.shape[1]} tokens")
@@ -273,7 +275,7 @@ def pad_prompts(
 
 def _prepare(
     model: Decoder, prompts: Array, lengths: Array, max_new: int, sampling: Sampling, key: Array | None, eos, num_samples: int,
-    token_limits: Array | None, page_size: int, num_pages: int | None, max_seqs: int | None, prefill_chunk: int | None,
+    token_limits: Array | np.ndarray | None, page_size: int, num_pages: int | None, max_seqs: int | None, prefill_chunk: int | None,
     cache_dtype: str | None, deterministic: bool, implementation: str | None,
     speculative: NGram | Draft | None, on_token: Callable | None,
 ) -> tuple[Job, Plan, _Sizes]:  # fmt: skip
@@ -298,7 +300,7 @@ def _prepare(
         limits = jnp.asarray(token_limits, jnp.int32)
         if limits.shape != (num_prompts,):
             raise ValueError(f"token_limits must be [num_prompts] = [{num_prompts}], got shape {list(limits.shape)}")
-        if not isinstance(limits, jax.core.Tracer):
+        if not isinstance(limits, Tracer):
             wrong = np.flatnonzero((np.asarray(limits) < 1) | (np.asarray(limits) > max_new))
             if wrong.size:
                 raise ValueError(f"token_limits[{wrong[0]}] is {limits[wrong[0]]}, but must be 1 to max_new_tokens = {max_new}")
@@ -315,7 +317,7 @@ def _prepare(
 def _longest(model: Decoder, lengths: Array, width: int, max_new: int) -> int:
     """Tokens the longest sequence may get to; a static number, so that lengths which are known do not recompile."""
     allowed = model.config.max_seq_len
-    known = width if isinstance(lengths, jax.core.Tracer) else int(np.max(np.asarray(lengths)))
+    known = width if isinstance(lengths, Tracer) else int(np.max(np.asarray(lengths)))
     if known + max_new > allowed:
         raise ValueError(
             f"a prompt of {known} tokens and {max_new} new ones are {known + max_new}, but the model allows {allowed}: shorten "
@@ -330,17 +332,16 @@ def prompt_keys(key: Array | None, num_prompts: int, greedy: bool) -> Array:
     Raises:
       ValueError: there is none and it is needed, or their number is wrong.
     """
-    if key is None:
-        if not greedy:
-            raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-        key = jax.random.key(0)
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)  # an old-style uint32 key
-    if key.ndim == 0:
-        return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num_prompts))
-    if key.shape != (num_prompts,):
-        raise ValueError(f"key must be one key or one per prompt ({num_prompts}), got shape {list(key.shape)}")
-    return key
+    if key is None and not greedy:
+        raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
+    keys: Array = jax.random.key(0) if key is None else key
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        keys = jax.random.wrap_key_data(keys)  # an old-style uint32 key
+    if keys.ndim == 0:
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts))
+    if keys.shape != (num_prompts,):
+        raise ValueError(f"key must be one key or one per prompt ({num_prompts}), got shape {list(keys.shape)}")
+    return keys
 
 
 def end_ids(eos: int | Sequence[int] | Array | None) -> Array:

@@ -325,8 +325,8 @@ class PagedKVCache:
 
     def bookkeeping(self) -> Bookkeeping:
         """Tables, lengths, counts and the free stack, read back to the host; what `jaxkv.viz` draws."""
-        names = ("block_tables", "lengths", "ref_counts", "free_pages")
-        return Bookkeeping(*(np.asarray(getattr(self, n)) for n in names), int(self.num_free), self.page_size)
+        tables, lengths, counts, free = map(np.asarray, (self.block_tables, self.lengths, self.ref_counts, self.free_pages))
+        return Bookkeeping(tables, lengths, counts, free, int(self.num_free), self.page_size)
 
     def _repr_html_(self) -> str:
         return picture(self.bookkeeping()).html

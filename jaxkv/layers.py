@@ -8,7 +8,7 @@ its value: splitting kv_heads over devices cuts no head apart), `gate_up` is `[2
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,6 @@ def _product(x: Array, weight: Array) -> Array:
     return lax.platform_dependent(x, weight, cpu=_weight_left, default=_weight_right)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
     """`f(*rows, *shared)`, computed TILE rows at a time: a row's bits then never depend on how many rows there are.
 
@@ -62,6 +61,11 @@ def in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple
       rows: `[rows, ...]` each, the first one floating.
       shared: read by every tile, such as weights.
     """
+    return cast(Array, _in_row_tiles(f, rows, shared))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
     count = rows[0].shape[0]
     tiles = -(-count // TILE)
     padded = [jnp.pad(x, [(0, tiles * TILE - count)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
@@ -84,7 +88,7 @@ def _in_row_tiles_bwd(f: Callable[..., Array], saved: tuple, g: Array) -> tuple:
     return jax.vjp(lambda rows, shared: f(*rows, *shared), *saved)[1](g)
 
 
-in_row_tiles.defvjp(_in_row_tiles_fwd, _in_row_tiles_bwd)
+_in_row_tiles.defvjp(_in_row_tiles_fwd, _in_row_tiles_bwd)
 
 
 def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, *, deterministic: bool = False) -> Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxkv.layers import in_row_tiles
@@ -83,9 +84,7 @@ class Sampling:
 
 
 def _known(x: object) -> bool:
-    return isinstance(x, (int, float, np.ndarray, np.generic)) or (
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    )
+    return isinstance(x, (int, float, np.ndarray, np.generic)) or (isinstance(x, jax.Array) and not isinstance(x, Tracer))
 
 
 def _check(name: str, value: object, test: Callable, rule: str) -> None:

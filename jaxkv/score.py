@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Dense
@@ -52,7 +53,7 @@ def score(
     lengths = jnp.full(batch, seq, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must be [batch] = [{batch}], got shape {list(lengths.shape)}")
-    if not isinstance(lengths, jax.core.Tracer):
+    if not isinstance(lengths, Tracer):
         wrong = np.flatnonzero((np.asarray(lengths) < 1) | (np.asarray(lengths) > seq))
         if wrong.size:
             raise ValueError(f"row {wrong[0]} has length {lengths[wrong[0]]}, but must have 1 to {seq} tokens")

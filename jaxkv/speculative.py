@@ -182,9 +182,9 @@ class Speculation:
 
         def forward(tokens: Array, segment: Segment, pages: tuple[Pages, ...]) -> tuple[Array, tuple[Pages, ...]]:
             attend = Paged.over((segment,), cache.page_size, **options)
-            hidden, pages = draft.forward(tokens, attend.positions(), attend, pages, deterministic=plan.deterministic)
-            assert pages is not None
-            return hidden, pages
+            hidden, written = draft.forward(tokens, attend.positions(), attend, pages, deterministic=plan.deterministic)
+            assert written is not None
+            return hidden, written
 
         def guess(state: tuple[Array, tuple[Pages, ...]], nth: Array) -> tuple[tuple[Array, tuple[Pages, ...]], Array]:
             token, pages = state

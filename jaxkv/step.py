@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Paged, Segment
@@ -87,7 +88,7 @@ def step(
 
 def check_tokens(tokens: Array, vocab_size: int) -> None:
     """Raise ValueError if a token id, where it is known now, is outside the vocabulary."""
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         return
     wrong = np.asarray(tokens)[(np.asarray(tokens) < 0) | (np.asarray(tokens) >= vocab_size)]
     if wrong.size:
@@ -131,7 +132,7 @@ def extend(
     if num_tokens.shape != (cache.max_seqs,):
         raise ValueError(f"num_tokens must be [seqs] = [{cache.max_seqs}], got shape {num_tokens.shape}")
     static = (all_logits, implementation, deterministic)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((model, cache, tokens, num_tokens))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((model, cache, tokens, num_tokens))):
         return _extend(model, cache, tokens, num_tokens, *static)
     check_tokens(jnp.where(jnp.arange(tokens.shape[1])[None] < num_tokens[:, None], tokens, 0), model.config.vocab_size)
     _check_room(cache, np.asarray(num_tokens), tokens.shape[1], model.config.max_seq_len)

@@ -192,7 +192,7 @@ def report(cases: tuple[BenchCase, ...]) -> dict:
 
 def main(arguments: list[str]) -> int:
     """Runs the bench; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--report", action="store_true", help="the compile report, also where there is a GPU")
     parser.add_argument("--quick", action="store_true", help="the first case only")
     options = parser.parse_args(arguments)

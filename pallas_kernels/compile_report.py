@@ -9,6 +9,9 @@ first target it has seen, so `compile_cases` runs one process per target.
 It says "compiles for", never "runs on": no figure here was measured on a GPU.
 """
 
+# pyright: reportOptionalSubscript=false, reportCallIssue=false, reportArgumentType=false
+# (searches for lines that ptxas always prints, and runs only where find_ptxas found one)
+
 from __future__ import annotations
 
 import dataclasses

@@ -15,6 +15,9 @@ are a multiple of it or are below 8. Those calls raise; the Triton kernel takes 
 Mosaic's interpreter (with a plain product in place of `mma`, which that lacks); it has not run on a GPU.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# (written for jax >= 0.11, whose names an older jax lacks)
+
 from __future__ import annotations
 
 import functools

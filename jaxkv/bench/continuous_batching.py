@@ -103,7 +103,7 @@ class Comparison:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="default")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=64)

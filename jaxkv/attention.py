@@ -35,11 +35,13 @@ class Dense:
       batch, seq: the flat tokens are `[batch * seq]`.
       deterministic: run the very computation of `Paged`, over pages made of the sequences' own keys and values, so that the
         bits are those of decoding. Otherwise one product per sequence, whose memory grows with seq squared.
+      implementation: of the attention kernel, in deterministic mode.
     """
 
     batch: int
     seq: int
     deterministic: bool = False
+    implementation: str | None = None
 
     def __call__(self, spec: AttentionSpec, q: Array, k: Array, v: Array, pages: Pages | None) -> tuple[Array, Pages | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> context like q; pages pass through."""
@@ -76,6 +78,7 @@ class Dense:
             scale=spec.scale,
             sliding_window=spec.window,
             logits_soft_cap=spec.soft_cap,
+            implementation=self.implementation,
             deterministic=True,
         )
         assert isinstance(out, jax.Array)

@@ -26,6 +26,7 @@ def score(
     sampling: Sampling | None = None,
     deterministic: bool = False,
     remat: bool = False,
+    implementation: str | None = None,
 ) -> Float[Array, "batch seq"]:
     """log p(token | those before it) of every token; differentiable with respect to the model.
 
@@ -37,6 +38,8 @@ def score(
         instead of the model's own; numbers, or arrays of one entry per row.
       deterministic: the result equals the `logprobs` of `generate(..., deterministic=True)` bit by bit.
       remat: recompute each layer's activations in the backward pass instead of keeping them.
+      implementation: of the attention kernel (see `pallas_kernels.paged_attention`); goes with `deterministic`, and must then be
+        the one that `generate` ran with.
 
     Returns:
       float32; 0 at position 0, for which nothing comes before, and from `lengths` on.
@@ -47,6 +50,8 @@ def score(
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [batch, seq], both at least 1, got {tokens.dtype}{list(tokens.shape)}")
+    if implementation is not None and not deterministic:
+        raise ValueError(f"implementation={implementation!r} goes with deterministic=True: otherwise no kernel runs")
     batch, seq = tokens.shape
     if seq > model.config.max_seq_len:
         raise ValueError(f"{seq} tokens are more than the model allows ({model.config.max_seq_len})")
@@ -60,14 +65,22 @@ def score(
     tokens = jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
     check_tokens(tokens, model.config.vocab_size)
     sampling = None if sampling is None else sampling.per_row(batch)
-    return _score(model, tokens, lengths, sampling, deterministic, remat)
+    return _score(model, tokens, lengths, sampling, deterministic, remat, implementation)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | None, deterministic: bool, remat: bool) -> Array:
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _score(
+    model: Decoder,
+    tokens: Array,
+    lengths: Array,
+    sampling: Sampling | None,
+    deterministic: bool,
+    remat: bool,
+    implementation: str | None,
+) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-    attend = Dense(batch, seq, deterministic)
+    attend = Dense(batch, seq, deterministic, implementation)
     hidden, _ = model.forward(tokens.reshape(-1), positions, attend, deterministic=deterministic, remat=remat)
     targets = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)  # the last position predicts nothing
     rows = jnp.arange(batch * seq, dtype=jnp.int32) // seq

@@ -135,3 +135,26 @@ def test_value_under_grad_is_the_value():
 
     (_, ratio), _ = jax.value_and_grad(loss, has_aux=True)(model)
     assert (ratio == 1.0).all()
+
+
+@pytest.mark.parametrize("architecture", ["mha", slow("mqa"), slow("window"), slow("sandwich")])
+def test_the_kernel_agrees_with_itself_and_with_xla(architecture: str):
+    """The same on the Triton kernel, interpreted: rollout and score alike run it, and the tokens are XLA's."""
+    model, prompts = decoders.decoder(architecture), PROMPTS[:4]
+    out = {
+        name: jaxkv.generate(
+            model, prompts, max_new_tokens=6, max_seqs=2, page_size=4, prefill_chunk=6, deterministic=True, implementation=name
+        )
+        for name in ("xla", "triton_interpret")
+    }
+    kernel = out["triton_interpret"]
+    rows = jaxkv.sequences(prompts, None, kernel)
+    scored = jaxkv.score(model, rows.tokens, rows.lengths, deterministic=True, implementation="triton_interpret")
+    np.testing.assert_array_equal(np.where(rows.new, scored, 0), rows.logprobs)
+    np.testing.assert_array_equal(kernel.tokens, out["xla"].tokens)
+    np.testing.assert_allclose(kernel.logprobs, out["xla"].logprobs, atol=2e-5)
+
+
+def test_score_takes_an_implementation_in_deterministic_mode_only():
+    with pytest.raises(ValueError, match="goes with deterministic=True"):
+        jaxkv.score(decoders.decoder(), np.ones((1, 4), np.int32), implementation="triton_interpret")

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 
 LEFT = np.array([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11], [0, 12, 13, 14, 15]])
 MASK = np.array([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
-NAMES = ["opt", "llama", "gemma2"]
+NAMES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "gemma2"))]
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -27,6 +27,24 @@ PAGES = ("int8", "e4m3", "e5m2")
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if not set(pair) <= set(PAGES)]
 
 
+def check_options(implementation, names):
+    options = {key: value for name in names for key, value in OPTIONS[name].items()}
+    check(make_case(lengths=(0, 1, 15, 16, 40, 70), **options), implementation)
+
+
+# Interpreted kernels take seconds a case: every fifth pair is tried always, all of them with --slow.
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_options_in_pairs_on_xla(names):
+    check_options("xla", names)
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(p, id="-".join(p), marks=[pytest.mark.slow] if i % 5 else []) for i, p in enumerate(PAIRS)]
+)
+def test_options_in_pairs_on_the_kernel(names):
+    check_options("triton" if ON_GPU else "triton_interpret", names)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestPagedAttention:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -48,10 +66,9 @@ class TestPagedAttention:
     def test_groups(self, implementation, kv_heads, q_per_kv):
         check(make_case(lengths=(0, 1, 40), kv_heads=kv_heads, q_per_kv=q_per_kv), implementation)
 
-    @pytest.mark.parametrize("names", [*((name,) for name in OPTIONS), *PAIRS], ids="-".join)
-    def test_options_alone_and_in_pairs(self, implementation, names):
-        options = {key: value for name in names for key, value in OPTIONS[name].items()}
-        check(make_case(lengths=(0, 1, 15, 16, 40, 70), **options), implementation)
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_options_alone(self, implementation, name):
+        check_options(implementation, (name,))
 
     def test_all_options_together(self, implementation):
         options = {key: value for name in OPTIONS if name not in PAGES for key, value in OPTIONS[name].items()}

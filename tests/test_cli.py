@@ -226,7 +226,9 @@ def started(tmp_path: Path):
     """`jaxkv generate` in a process of its own, in the middle of a long answer."""
     folder = save_model(tmp_path / "long", max_seq_len=100_000, eos_token_ids=())
     environment = {**os.environ, "JAXKV_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "jaxkv", "generate", "Hello", "--model", str(folder), "--max-new-tokens", "90000"]
+    # A shell's background job ignores Ctrl-C, and its children would too: heed it, wherever the tests run.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from jaxkv.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "generate", "Hello", "--model", str(folder), "--max-new-tokens", "90000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdout is not None

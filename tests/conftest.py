@@ -10,6 +10,12 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
+    "false"  # the command line turns it on; a test has no business in the user's folder
+)
+
+import gc
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -25,6 +31,19 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def few_compiled_programs():
+    """Forget compiled programs before there are too many: each one maps memory, and where the kernel's limit of 65,530 maps is
+    reached, XLA's compiler crashes the process (seen after some 900 tests in one process)."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

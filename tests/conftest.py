@@ -38,8 +38,8 @@ MAPS = Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True)
 def few_compiled_programs():
-    """Forget compiled programs before there are too many: each one maps memory, and where the kernel's limit of 65,530 maps is
-    reached, XLA's compiler crashes the process (seen after some 900 tests in one process)."""
+    """Forget compiled programs before there are too many: each one maps memory. XLA's compiler crashed the process after some
+    900 tests; the kernel's limit of 65,530 maps is the presumed cause."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()

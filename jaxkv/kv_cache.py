@@ -18,6 +18,7 @@ Axis words used everywhere in jaxkv: batch seqs chunk seq heads kv_heads head_di
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.cache_picture import picture
 from jaxkv.cache_report import Bookkeeping, CacheStats, cache_stats, find_faults
 from jaxkv.config import CacheConfig, ModelConfig
-from jaxkv.pages import Pages
+from jaxkv.pages import Pages, copied
 
 
 def when(pred: Array, update: Callable[[Any], Any], state: Any) -> Any:
@@ -153,6 +154,7 @@ class PagedKVCache:
         copies = partly & (self.ref_counts[page] - jnp.sum(earlier, axis=1) > 1)
         return jnp.where(writers, grow + copies.astype(jnp.int32), 0), copies
 
+    @functools.partial(jax.jit, static_argnames="max_tokens", inline=True)  # outside jit its loops would compile at every call
     def allocate(self, num_tokens: Int[Array, " seqs"], *, max_tokens: int | None = None) -> "PagedKVCache":
         """Room for more tokens; `lengths` stay as they are.
 
@@ -206,7 +208,7 @@ class PagedKVCache:
         counts = counts.at[jnp.where(take.copies, old, self.num_pages)].add(-1, mode="drop")
 
         def copy(pages: tuple[Pages, ...]) -> tuple[Pages, ...]:
-            return jax.tree.map(lambda x: _copied(x, old, new), pages)
+            return jax.tree.map(lambda x: copied(x, old, new), pages)
 
         pages = when(jnp.any(take.copies), copy, self.pages)
         cache = dataclasses.replace(
@@ -218,6 +220,7 @@ class PagedKVCache:
         """Count tokens as held; room for them must have been allocated."""
         return dataclasses.replace(self, lengths=self.lengths + num_tokens)
 
+    @functools.partial(jax.jit, inline=True)
     def free(self, rows: ArrayLike) -> "PagedKVCache":
         """Empty rows; pages that no other row names return to the pool.
 
@@ -330,14 +333,6 @@ class PagedKVCache:
 
     def _repr_html_(self) -> str:
         return picture(self.bookkeeping()).html
-
-
-def _copied(pages: Array, old: Array, new: Array) -> Array:
-    """Pages `old` written over pages `new`. Narrow floats go as integers: XLA on CPU turns a bfloat16 scatter into one of
-    float32, and so converts the whole pool there and back."""
-    dtype = pages.dtype
-    bits = lax.bitcast_convert_type(pages, {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype))
-    return lax.bitcast_convert_type(bits.at[new].set(bits[old]), dtype)
 
 
 class _Take(NamedTuple):

@@ -396,3 +396,27 @@ class TestCheck:
         cache = _set("lengths", 1, 5)(_set("ref_counts", 7, 1)(self.healthy()))
         with pytest.raises(ValueError, match="page 7 .*; row 1 holds 5"):
             cache.check()
+
+
+def test_outside_jit_a_second_call_compiles_nothing():
+    """Their loops would be compiled anew at every call if the methods were not jitted."""
+    cache, compiled = make(), []
+
+    def count(event: str, duration: float, **kwargs: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration)
+
+    def turn(cache: PagedKVCache) -> PagedKVCache:
+        grown = cache.allocate(counts(3, 0, 5, 0)).advance(counts(3, 0, 5, 0))
+        return grown.free(jnp.array([0, 2]))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        cache = turn(cache)
+        first = len(compiled)
+        cache = turn(turn(cache))
+        assert first > 0
+        assert len(compiled) == first
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    cache.check()

@@ -9,7 +9,7 @@ from pallas_kernels.config import generation_of, kernel_config
 from pallas_kernels.options import IMPLEMENTATIONS, AttentionOptions
 from pallas_kernels.paged_attention_mosaic import mosaic_config, mosaic_refusal, paged_attention_mosaic
 from pallas_kernels.paged_attention_triton import paged_attention_triton
-from pallas_kernels.paged_attention_xla import QUERY_TILE, Problem, paged_attention_xla
+from pallas_kernels.paged_attention_xla import Problem, paged_attention_xla
 
 # The interpreter of Mosaic knows copies with a barrier only, as from sm_90 on.
 _INTERPRETED_GENERATION = "sm_90"
@@ -67,7 +67,7 @@ def choose_implementation(implementation: str | None, shape: tuple[int, ...], pa
 def run_implementation(problem: Problem, options: AttentionOptions, implementation: str) -> tuple[jax.Array, jax.Array]:
     """(out [batch, queries, heads, head_dim] in q.dtype, lse f32[batch, queries, heads]) by the implementation chosen."""
     if implementation == "xla":
-        return paged_attention_xla(problem, options, query_tile=QUERY_TILE if options.deterministic else None)
+        return paged_attention_xla(problem, options)
     interpret = implementation.endswith("_interpret")
     _, capability = _device()
     generation = _INTERPRETED_GENERATION if interpret or capability is None else generation_of(capability)

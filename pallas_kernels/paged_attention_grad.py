@@ -28,8 +28,10 @@ def _block_gradients(problem, options, geo, grouped, block):
     """(dq of this block, dk and dv [n, tokens, head_dim], rows, live) with `grouped` = q, out, lse, dout, dlse by kv head."""
     q, delta, lse, dout, dlse = grouped
     kv_heads = problem.k_pages.shape[1]
-    rows = xla.row_indices(block, problem.k_pages.shape, problem.block_tables)
-    seen = xla.visible(block, geo, kv_heads, problem.q.shape[2] // kv_heads)
+    batch = problem.q.shape[0]
+    blocks = jnp.full(batch, block)
+    rows = xla.row_indices(blocks, problem.k_pages.shape, problem.block_tables, lax.iota(jnp.int32, batch))
+    seen = xla.visible(blocks, geo, kv_heads, problem.q.shape[2] // kv_heads)
     live = jnp.any(seen, axis=1)
 
     def load(pages, scales):
@@ -90,7 +92,10 @@ def paged_attention_gradient(
             dv_pool = _scatter_add(dv_pool, rows, live, dv, kv_heads)
         return dq + dq_block, dk_pool, dv_pool
 
-    dq, dk_pool, dv_pool = lax.fori_loop(geo.begin, geo.end, body, (jnp.zeros_like(grouped[0]), pool, pool))
+    begin, end = geo.blocks()
+    held = begin < end
+    first, behind = jnp.min(jnp.where(held, begin, jnp.iinfo(jnp.int32).max)), jnp.max(jnp.where(held, end, 0))
+    dq, dk_pool, dv_pool = lax.fori_loop(first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool))
     dq = xla.ungroup_queries(dq, batch, queries).astype(problem.q.dtype)
     dsinks = None
     if problem.sinks is not None:

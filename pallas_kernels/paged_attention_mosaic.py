@@ -65,18 +65,24 @@ def _tile_width(plan: Plan, config: KernelConfig) -> int:
     raise NotImplementedError(f"no tiling of pages of {plan.page_size} x {plan.head_dim} for {config.generation}; use 'triton'")
 
 
+def block_part(plan: Plan, block, i: int, lo, hi):
+    """Part `i` of a block, a page or a piece of one: (its first position, its column of the table, whether any key in it is seen)."""
+    part = min(plan.page_size, BLOCK_TOKENS)
+    start = block * BLOCK_TOKENS + i * part
+    column = jnp.minimum(start // plan.page_size, plan.pages_per_seq - 1)
+    return start, column, (start < hi) & (start + part > lo)
+
+
 def _copy_block(plan: Plan, refs, place, block, slot) -> None:
-    """Starts the copies of one block's pages into stage `slot`; pages behind the row's end are the null page."""
+    """Starts the copies of one block's pages into stage `slot`; in the place of pages that no query sees, the null page."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     k_ref, v_ref, tables_ref, k_smem, v_smem, barrier = refs
-    row, head, hi = place
+    row, head, lo, hi = place
     part = min(plan.page_size, BLOCK_TOKENS)
     for i in range(BLOCK_TOKENS // part):
-        start = block * BLOCK_TOKENS + i * part
-        column = jnp.minimum(start // plan.page_size, plan.pages_per_seq - 1)
-        page = jnp.clip(tables_ref[row, column], 0, plan.num_pages - 1)
-        page = jnp.where(start < hi, page, 0)
+        start, column, seen = block_part(plan, block, i, lo, hi)
+        page = jnp.where(seen, jnp.clip(tables_ref[row, column], 0, plan.num_pages - 1), 0)
         for pages, smem in ((k_ref, k_smem), (v_ref, v_smem)):
             source = pages.at[page, head, pl.ds(pl.multiple_of(start % plan.page_size, part), part)]
             target = smem.at[slot, pl.ds(i * part, part)]
@@ -165,12 +171,13 @@ def _body(
     @pl.when(begin < end)
     def _():
         acc_layout = plgpu.Layout.MMA_ACC(dtype, m_warps=1)
-        _copy_block(plan, refs, (row, head, hi), begin, 0)
+        place = (row, head, lo, hi)
+        _copy_block(plan, refs, place, begin, 0)
         q = plgpu.load(q_ref.at[row_tile, head], layout=plgpu.Layout.MMA_LHS(dtype, m_warps=1), optimized=False)
 
         def step(block, carry):
             slot, is_last = (block - begin) % STAGES, block + 1 >= end
-            pl.when(jnp.logical_not(is_last))(lambda: _copy_block(plan, refs, (row, head, hi), block + 1, (slot + 1) % STAGES))
+            pl.when(jnp.logical_not(is_last))(lambda: _copy_block(plan, refs, place, block + 1, (slot + 1) % STAGES))
             _wait_block(copies, barrier, slot, is_last)
             bounds = (tile, length, num_queries, lo, hi)
             return _attend_block(plan, dtype, mma, q, (k_smem, v_smem, p_smem), bounds, block, slot, carry)

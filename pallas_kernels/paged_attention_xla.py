@@ -1,13 +1,16 @@
 """Paged attention in plain XLA: the CPU's fast path, the fallback elsewhere, and the backward pass of every implementation.
 
-One `while` loop runs over blocks of `BLOCK_TOKENS` absolute token positions, from the first block any row needs to the last
-one, with an online softmax in float32:
+Every row splits its keys at multiples of `BLOCK_TOKENS` absolute positions, whatever its mates, table or page size, and combines
+its blocks in order by an online softmax in float32; so a row's bits depend on its own tokens only. One `while` loop runs over
+tiles of rows that still have a block, longest rows first:
 
-    position   0         128        256        384
-    block      |----0----|----1----|----2----|        every row splits here, whatever its mates, table or page size
-    row of 150 |xxxxxxxxx|xx.......|                  block 2 adds exactly nothing to this row
+    blocks held    row 5 |0|1|2|3|      turn 1: block 0 of rows 5, 2     turn 3: block 1 of rows 5, 2     turn 4: block 2 of 5, 2
+                   row 2 |0|1|2|        turn 2: block 0 of rows 0, 7     (row 0 has none, row 7 neither)  turn 5: block 3 of 5
+                   row 0 |0|
+                   row 7 |0|            (tiles of two rows here)
 
-So the cost grows with the tokens held and not with the table's width, and a row's bits depend on its own tokens only.
+So the cost grows with the tokens held: not with the table's width, and not with the longest row's length for every row. Tiles are
+small enough for what they gather to stay in the processor's cache until it is used.
 
 Pages are gathered as 2-D rows of `gcd(page_size, BLOCK_TOKENS)` tokens (a view of the pool, never a copy): this form of the
 gather is a plain memory copy on CPU, and it keeps the split positions for any page size, odd ones included.
@@ -27,8 +30,13 @@ from jax import lax
 
 from pallas_kernels.options import AttentionOptions
 
-BLOCK_TOKENS = 128
-QUERY_TILE = 8
+BLOCK_TOKENS = 64
+TILE_BYTES = 2**20
+"""Keys that one turn gathers, at most: about what one core's L2 cache holds. At least one row."""
+
+MIN_PRODUCT_ROWS = 8
+"""Query heads per product that deterministic mode aims for: with fewer, CPU products do not get faster."""
+
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -47,51 +55,56 @@ class Problem(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Per row and query: what each may see, and which blocks any of them needs.
+    """Per row and query: what each may see.
 
     Attributes:
       last: i32[batch, queries] own position of each query, -1 where it is dead.
       first: i32[batch, queries] the earliest position it sees.
-      begin, end: i32[] the half-open range of blocks.
     """
 
     last: jax.Array
     first: jax.Array
-    begin: jax.Array
-    end: jax.Array
+
+    def blocks(self) -> tuple[jax.Array, jax.Array]:
+        """i32[batch] twice: the half-open range of blocks that any of a row's queries needs; empty for a dead row."""
+        end = (jnp.max(self.last, axis=1) + BLOCK_TOKENS) // BLOCK_TOKENS
+        first = jnp.where(self.last >= 0, self.first, jnp.iinfo(jnp.int32).max)
+        return jnp.minimum(jnp.min(first, axis=1) // BLOCK_TOKENS, end), end
 
 
 def geometry(queries: int, lengths: jax.Array, num_queries: jax.Array, window: int | None, max_tokens: int) -> Geometry:
-    """Positions of the queries `[batch, queries]` and the range of blocks; lengths above `max_tokens` are cut to it."""
+    """Positions of the queries `[batch, queries]`; lengths above `max_tokens` are cut to it."""
     lengths = jnp.clip(lengths, 0, max_tokens)
     index = lax.broadcasted_iota(jnp.int32, (lengths.shape[0], queries), 1)
     own = lengths[:, None] - num_queries[:, None] + index
     last = jnp.where((index < num_queries[:, None]) & (own >= 0) & (own < lengths[:, None]), own, -1)
     first = jnp.zeros_like(last) if window is None else jnp.maximum(last - (window - 1), 0)
-    end = (jnp.max(last) + BLOCK_TOKENS) // BLOCK_TOKENS
-    begin = jnp.minimum(jnp.min(jnp.where(last >= 0, first, max_tokens)) // BLOCK_TOKENS, end)
-    return Geometry(last, first, begin, end)
+    return Geometry(last, first)
 
 
-def row_indices(block: jax.Array, shape: tuple[int, ...], block_tables: jax.Array) -> jax.Array:
-    """Rows of the 2-D view of a pool of `shape` that hold one block: i32[batch, kv_heads, rows per block].
+def row_indices(blocks: jax.Array, shape: tuple[int, ...], block_tables: jax.Array, owner: jax.Array) -> jax.Array:
+    """Rows of the 2-D view of a pool of `shape` that hold block `blocks[i]`, i32[n], of row `owner[i]` of the tables:
+    i32[n, kv_heads, rows per block].
 
     Table entries that are out of range are clamped, and so is the position behind the table's last page: what is read there
     is masked later.
     """
     num_pages, kv_heads, page_size, _ = shape
     row_tokens = math.gcd(page_size, BLOCK_TOKENS)
-    start = block * BLOCK_TOKENS + lax.iota(jnp.int32, BLOCK_TOKENS // row_tokens) * row_tokens
-    column = jnp.minimum(start // page_size, block_tables.shape[1] - 1)
-    page = jnp.clip(block_tables.at[:, column].get(mode="promise_in_bounds"), 0, num_pages - 1)
+    start = blocks[:, None] * BLOCK_TOKENS + (lax.iota(jnp.int32, BLOCK_TOKENS // row_tokens) * row_tokens)[None, :]
+    column = jnp.clip(start // page_size, 0, block_tables.shape[1] - 1)
+    page = jnp.clip(block_tables.at[owner[:, None], column].get(mode="promise_in_bounds"), 0, num_pages - 1)
     head = lax.iota(jnp.int32, kv_heads)
     sub = (start % page_size) // row_tokens
     rows_per_page = page_size // row_tokens
-    return (page[:, None, :] * kv_heads + head[None, :, None]) * rows_per_page + sub[None, None, :]
+    return (page[:, None, :] * kv_heads + head[None, :, None]) * rows_per_page + sub[:, None, :]
 
 
 def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
     """One block of a pool: [num_pages, kv_heads, page_size, *features] -> [batch * kv_heads, BLOCK_TOKENS, *features].
+
+    The gather stands in a branch that is always taken. Outside of one, XLA on CPU fuses it with the reshape behind it and the
+    arithmetic of `rows` before it, and then copies number by number, at half the speed.
 
     Narrow floats travel as integers: XLA on CPU turns a gather of bfloat16 into one of float32, and so converts the whole
     pool at every call. The barrier keeps that change of type inside the loop, where it costs nothing; hoisted out of the
@@ -102,15 +115,26 @@ def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
     features = pages.shape[3:]
     dtype = jnp.dtype(pages.dtype)
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype)
-    pages, rows = lax.optimization_barrier((pages, rows))
-    view = lax.bitcast_convert_type(pages, bits).reshape(-1, row_tokens * math.prod(features))
-    taken = lax.optimization_barrier(view.at[rows.reshape(-1)].get(mode="promise_in_bounds"))
-    return lax.bitcast_convert_type(taken, dtype).reshape(batch * kv_heads, BLOCK_TOKENS, *features)
+    pages, rows = lax.optimization_barrier((pages, rows.reshape(-1)))
+
+    def gather(pages: jax.Array, rows: jax.Array) -> jax.Array:
+        view = lax.bitcast_convert_type(pages, bits).reshape(-1, row_tokens * math.prod(features))
+        return lax.bitcast_convert_type(view.at[rows].get(mode="promise_in_bounds"), dtype)
+
+    def never(pages: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.zeros((rows.shape[0], row_tokens * math.prod(features)), dtype)
+
+    return lax.cond(rows[0] >= 0, gather, never, pages, rows).reshape(batch * kv_heads, BLOCK_TOKENS, *features)
 
 
 def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: AttentionOptions) -> jax.Array:
-    """f32[n, m, tokens] scaled and capped scores of q [n, m, head_dim] and k [n, tokens, head_dim]."""
-    s = jnp.einsum("nmd,ntd->nmt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * options.scale
+    """f32[n, m, tokens] scaled and capped scores of q [n, m, head_dim] and k [n, tokens, head_dim].
+
+    Keys stand on the left: on the right, XLA's CPU products would repack all of them. The barrier keeps the transpose from being
+    folded into the product, which would swap them back.
+    """
+    s = jnp.einsum("ntd,nmd->ntm", k.astype(q.dtype), q, preferred_element_type=jnp.float32)
+    s = lax.optimization_barrier(s).swapaxes(1, 2) * options.scale
     if k_scale is not None:
         s = s * k_scale[:, None, :]
     if options.logits_soft_cap is not None:
@@ -118,11 +142,10 @@ def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: Atten
     return s
 
 
-def visible(block: jax.Array, geo: Geometry, kv_heads: int, q_per_kv: int) -> jax.Array:
-    """bool[batch * kv_heads, queries * q_per_kv, BLOCK_TOKENS]: which keys of a block each query sees."""
+def visible(blocks: jax.Array, geo: Geometry, kv_heads: int, q_per_kv: int) -> jax.Array:
+    """bool[batch * kv_heads, queries * q_per_kv, BLOCK_TOKENS]: which keys of each row's block each query sees."""
     batch, queries = geo.last.shape
-    position = block * BLOCK_TOKENS + lax.iota(jnp.int32, BLOCK_TOKENS)
-    position = position[None, None, :]
+    position = blocks[:, None, None] * BLOCK_TOKENS + lax.iota(jnp.int32, BLOCK_TOKENS)[None, None, :]
     seen = (position <= geo.last[:, :, None]) & (position >= geo.first[:, :, None])
     shape = (batch, kv_heads, queries, q_per_kv, BLOCK_TOKENS)
     return lax.broadcast_in_dim(seen, shape, (0, 2, 4)).reshape(batch * kv_heads, queries * q_per_kv, BLOCK_TOKENS)
@@ -159,80 +182,109 @@ def ungroup_queries(x: jax.Array, batch: int, queries: int) -> jax.Array:
     return jnp.moveaxis(x, 1, 2).reshape(batch, queries, kv_heads * q_per_kv, *x.shape[4:])
 
 
-def _attend_tile(problem: Problem, geo: Geometry, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
-    """All queries of `problem` at once: (out in q.dtype, lse f32[batch, queries, heads])."""
-    q, k_pages, v_pages = problem.q, problem.k_pages, problem.v_pages
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
-    grouped = group_queries(q, kv_heads)
-    low = q.dtype
-    n, m = grouped.shape[:2]
+def _attend_block(problem: Problem, options: AttentionOptions, q: jax.Array, rows: jax.Array, seen: jax.Array, carry: tuple):
+    """One block of each row into the online softmax; carry = (top, total [n, m], acc [n, m, head_dim]) with n = rows * kv_heads."""
+    top, total, acc = carry
+    k_scale = None if problem.k_scales is None else gather_block(problem.k_scales, rows)
+    s = jnp.where(seen, scores(q, gather_block(problem.k_pages, rows), k_scale, options), -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
+    p = jnp.exp(s - new_top[:, :, None])
+    decay = jnp.exp(top - new_top)
+    total = total * decay + tree_sum(p)
+    if problem.v_scales is not None:
+        p = jnp.where(seen, p * gather_block(problem.v_scales, rows)[:, None, :], 0.0)
+    pv = weighted_values(p.astype(q.dtype), gather_block(problem.v_pages, rows).astype(q.dtype), seen)
+    return new_top, total, acc * decay[:, :, None] + pv
 
-    def body(block, carry):
-        top, total, acc = carry
-        rows = row_indices(block, k_pages.shape, problem.block_tables)
-        seen = visible(block, geo, kv_heads, heads // kv_heads)
-        k_scale = None if problem.k_scales is None else gather_block(problem.k_scales, rows)
-        s = jnp.where(seen, scores(grouped, gather_block(k_pages, rows), k_scale, options), -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-        p = jnp.exp(s - new_top[:, :, None])
-        decay = jnp.exp(top - new_top)
-        total = total * decay + tree_sum(p)
-        if problem.v_scales is not None:
-            p = jnp.where(seen, p * gather_block(problem.v_scales, rows)[:, None, :], 0.0)
-        pv = weighted_values(p.astype(low), gather_block(v_pages, rows).astype(low), seen)
-        return new_top, total, acc * decay[:, :, None] + pv
 
-    start = (jnp.full((n, m), _LOWEST, jnp.float32), jnp.zeros((n, m), jnp.float32), jnp.zeros((n, m, head_dim), jnp.float32))
-    top, total, acc = (ungroup_queries(x, batch, queries) for x in lax.fori_loop(geo.begin, geo.end, body, start))
-    alive = (geo.last >= 0)[:, :, None]
+def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    """All queries of each row of q as one product: (out in q.dtype, lse f32[rows, queries, heads]).
+
+    `owner` i32[rows] is each row's line of the block tables, which several rows may share.
+    """
+    count, queries, heads, head_dim = problem.q.shape
+    kv_heads = problem.k_pages.shape[1]
+    most = max(1, TILE_BYTES // (kv_heads * BLOCK_TOKENS * head_dim * problem.k_pages.dtype.itemsize))
+    tiles = -(-count // most)
+    tile = -(-count // tiles)
+    padded = tiles * tile
+    begin, end = geo.blocks()
+    order = None if tiles == 1 else jnp.argsort(begin - end)
+    pad = lambda x, dead: jnp.pad(x, [(0, padded - count)] + [(0, 0)] * (x.ndim - 1), constant_values=dead)
+    line = lambda x, dead: x if order is None else pad(x[order], dead)
+    held, begin, owner = line(end - begin, 0), line(begin, 0), line(owner, 0)
+    geo = Geometry(line(geo.last, -1), line(geo.first, 0))
+    q = line(group_queries(problem.q, kv_heads).reshape(count, kv_heads, -1, head_dim), 0)
+    shape = (padded, kv_heads, q.shape[2])
+
+    def turn(state):
+        level, at, carry = state
+        part = lambda x: lax.dynamic_slice_in_dim(x, at, tile)
+        flat = lambda x: part(x).reshape(tile * kv_heads, *x.shape[2:])
+        blocks = part(begin) + level
+        rows = row_indices(blocks, problem.k_pages.shape, problem.block_tables, part(owner))
+        seen = visible(blocks, Geometry(part(geo.last), part(geo.first)), kv_heads, heads // kv_heads)
+        new = _attend_block(problem, options, flat(q), rows, seen, tuple(map(flat, carry)))
+        put = lambda old, x: lax.dynamic_update_slice_in_dim(old, x.reshape(tile, *old.shape[1:]), at, 0)
+        more = at + tile < jnp.sum(held > level)
+        return jnp.where(more, level, level + 1), jnp.where(more, at + tile, 0), tuple(map(put, carry, new))
+
+    start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
+    zero = jnp.int32(0)
+    *_, carry = lax.while_loop(lambda state: state[0] < jnp.max(held), turn, (zero, zero, start))
+    alive = geo.last >= 0
+    if order is not None:
+        back = jnp.zeros(count, jnp.int32).at[order].set(lax.iota(jnp.int32, count))
+        *carry, alive = (x[back] for x in (*carry, alive))
+    top, total, acc = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in carry)
+    return _finish(problem, alive, top, total, acc)
+
+
+def _finish(
+    problem: Problem, alive: jax.Array, top: jax.Array, total: jax.Array, acc: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Adds the sinks and normalises; top and total f32[rows, queries, heads]; dead queries get 0 and -inf."""
+    alive = alive[:, :, None]
     if problem.sinks is not None:
         sinks = problem.sinks.astype(jnp.float32)[None, None, :]
         new_top = jnp.maximum(top, sinks)
         decay = jnp.exp(top - new_top)
         top, total, acc = new_top, total * decay + jnp.exp(sinks - new_top), acc * decay[..., None]
     total = jnp.where(alive, total, 1.0)
-    out = jnp.where(alive[..., None], acc / total[..., None], 0.0).astype(q.dtype)
+    out = jnp.where(alive[..., None], acc / total[..., None], 0.0).astype(problem.q.dtype)
     return out, jnp.where(alive, top + jnp.log(total), -jnp.inf)
 
 
-def paged_attention_xla(
-    problem: Problem, options: AttentionOptions, *, query_tile: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def query_tile(queries: int, q_per_kv: int, deterministic: bool) -> int:
+    """How many queries share one product.
+
+    In deterministic mode always the same number, so that a query's bits do not depend on how many queries its row has. Else all
+    of them; but never a product with a single vector: it becomes a sum that is cut among threads by the number of rows.
+    """
+    if deterministic:
+        return max(1, MIN_PRODUCT_ROWS // q_per_kv)
+    return 2 if queries * q_per_kv == 1 else queries
+
+
+def paged_attention_xla(problem: Problem, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     """Attention of each row's queries over its pages.
 
     Args:
       problem: checked by the public operation; see `pallas_kernels.paged_attention`.
       options: static options.
-      query_tile: queries run in tiles of exactly this many (the last one padded), so that a query's bits do not depend on
-        how many queries its row has; None runs them all at once.
 
     Returns:
       out [batch, queries, heads, head_dim] in q.dtype and lse f32[batch, queries, heads].
     """
     kv_heads, page_size = problem.k_pages.shape[1:3]
     batch, queries, heads, head_dim = problem.q.shape
+    width = query_tile(queries, heads // kv_heads, options.deterministic)
+    tiles = -(-queries // width)
     max_tokens = problem.block_tables.shape[1] * page_size
-    positions = lambda count: geometry(count, problem.lengths, problem.num_queries, options.sliding_window, max_tokens)
-    if query_tile is None and queries * heads == kv_heads:
-        query_tile = 2  # a product with a vector becomes a sum that is cut among threads by the number of rows
-    if query_tile is None:
-        return _attend_tile(problem, positions(queries), options)
-    tiles = -(-queries // query_tile)
-    padded = jnp.pad(problem.q, ((0, 0), (0, tiles * query_tile - queries), (0, 0), (0, 0)))
-    geo = positions(tiles * query_tile)
-
-    def one_tile(index):
-        part = lambda x: lax.dynamic_slice_in_dim(x, index * query_tile, query_tile, axis=1)
-        last, first = part(geo.last), part(geo.first)
-        end = (jnp.max(last) + BLOCK_TOKENS) // BLOCK_TOKENS
-        begin = jnp.minimum(jnp.min(jnp.where(last >= 0, first, max_tokens)) // BLOCK_TOKENS, end)
-        return _attend_tile(problem._replace(q=part(padded)), Geometry(last, first, begin, end), options)
-
-    if tiles == 1:
-        out, lse = one_tile(0)
-    else:
-        out, lse = lax.map(one_tile, lax.iota(jnp.int32, tiles))
-        out = jnp.moveaxis(out, 0, 1).reshape(batch, tiles * query_tile, heads, head_dim)
-        lse = jnp.moveaxis(lse, 0, 1).reshape(batch, tiles * query_tile, heads)
-    return out[:, :queries], lse[:, :queries]
+    geo = geometry(tiles * width, problem.lengths, problem.num_queries, options.sliding_window, max_tokens)
+    q = jnp.pad(problem.q, ((0, 0), (0, tiles * width - queries), (0, 0), (0, 0)))
+    cut = lambda x: x.reshape(batch * tiles, width, *x.shape[2:])
+    owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles)
+    parts = _attend_rows(problem._replace(q=cut(q)), Geometry(*map(cut, geo)), owner, options)
+    out, lse = (x.reshape(batch, tiles * width, *x.shape[2:])[:, :queries] for x in parts)
+    return out, lse

@@ -11,9 +11,10 @@ import pallas_kernels
 from pallas_kernels import options, paged_attention_xla
 from pallas_kernels.config import KernelConfig, generation_of, kernel_config
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_attention_mosaic import BLOCK_TOKENS, mosaic_config
 from pallas_kernels.paged_attention_triton import check_offsets, make_plan
 from pallas_kernels.targets import TARGETS, target_mesh
-from pallas_kernels.traffic import bytes_read, slot_reads
+from pallas_kernels.traffic import bytes_read, mosaic_slot_reads, slot_reads
 from pallas_kernels.write_pages import slot_indices
 
 
@@ -102,11 +103,12 @@ def test_slots_near_the_limit_of_int32():
     got = np.asarray(slot_indices(shape, jnp.asarray(pages), jnp.asarray(offsets))).reshape(2, 8)
     want = (pages.astype(np.int64)[:, None] * 8 + np.arange(8)) * 4096 + offsets.astype(np.int64)[:, None]
     assert (got == want).all() and want.max() == 2**31 - 2**15 - 1
-    block = 2**31 // 128  # the gather's row numbers of the last page
-    table = jnp.full((1, 32), 2**16 - 2, jnp.int32)
-    rows = np.asarray(paged_attention_xla.row_indices(jnp.int32(31), shape, table))
-    want = ((2**16 - 2) * 8 + np.arange(8)) * 32 + 31
-    assert (rows.reshape(8) == want).all() and rows.max() < block
+    tokens = paged_attention_xla.BLOCK_TOKENS
+    blocks = 4096 // tokens  # of a page; the gather's row numbers of the last page's last block
+    table, row = jnp.full((1, 2), 2**16 - 2, jnp.int32), jnp.zeros(1, jnp.int32)
+    rows = np.asarray(paged_attention_xla.row_indices(row + blocks - 1, shape, table, row))
+    want = ((2**16 - 2) * 8 + np.arange(8)) * blocks + blocks - 1
+    assert (rows.reshape(8) == want).all() and rows.max() < 2**31 // tokens
 
 
 def test_a_pool_with_more_slots_than_int32_counts_is_refused():
@@ -136,6 +138,24 @@ def test_every_live_page_is_read_once(window, page_size):
     total = bytes_read(plan, case.lengths, case.num_queries, itemsize)
     partial = 2 * 2 * page_size * len(case.lengths) * 2 * head_dim * itemsize  # a part of the first and last page each
     assert limit - partial <= total <= limit
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+def test_every_live_page_is_copied_once_by_mosaic(window, page_size):
+    """Whole pages, or pieces of 32 slots; what fills up a block is the null page, never a page of another row or window."""
+    case = make_case(lengths=(0, 1, 16, 300, 1500), page_size=page_size, kv_heads=2, q_per_kv=4)
+    fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
+    settings = AttentionOptions(scale=1.0, sliding_window=window)
+    plan = make_plan(paged_attention_xla.Problem(*fields, None, None, None), settings, mosaic_config("sm_90"))
+    reads, null = mosaic_slot_reads(plan, case.lengths, case.num_queries)
+    piece = min(page_size, BLOCK_TOKENS)
+    for row, length in enumerate(case.lengths):
+        first = 0 if window is None else max(0, int(length) - window)
+        want = np.zeros(reads.shape[1], int)
+        want[first // piece * piece : -(-int(length) // piece) * piece] = 1
+        assert (reads[row] == want).all(), f"length {length}"
+    assert null < 2 * BLOCK_TOKENS * len(case.lengths)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])

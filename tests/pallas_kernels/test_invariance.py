@@ -2,8 +2,12 @@
 
 import numpy as np
 import pytest
-from kernel_calls import run
-from kernel_oracle import Case
+from kernel_calls import check, jitted, run
+from kernel_oracle import Case, make_case
+
+from pallas_kernels import paged_attention_xla
+
+pytestmark = pytest.mark.usefixtures("optimized")
 
 LENGTH, HEAD_DIM = 333, 64
 
@@ -104,3 +108,21 @@ def test_deterministic_decode_equals_prefill(implementation, dtype, kv_heads, q_
         decoded = bits(1, position + 1, 0)
         assert bits(64, 141 if position >= 77 else 64, position - 77 if position >= 77 else position) == decoded, position
         assert bits(5, position + 1, min(4, position)) == decoded, position
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 70}, {"queries": 5, "deterministic": True}, {"queries": 3, "sinks": True}]
+)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_xla_tiles_of_rows_leave_no_trace(rows, options, monkeypatch):
+    """Longest rows first, a few at a time: every row's bits are those of all rows at once."""
+    kv_heads, head_dim = 2, 64
+    case = make_case(lengths=(64, 0, 300, 1, 129, 65, 500, 17), kv_heads=kv_heads, head_dim=head_dim, **options)
+    want = run(case, "xla")
+    check(case, "xla")
+    monkeypatch.setattr(paged_attention_xla, "TILE_BYTES", rows * kv_heads * paged_attention_xla.BLOCK_TOKENS * head_dim * 4)
+    jitted.cache_clear()
+    got = run(case, "xla")
+    jitted.cache_clear()
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)

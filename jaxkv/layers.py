@@ -207,12 +207,13 @@ def rotary_tables(
 
 def rotate(x: Float[Array, "tokens heads head_dim"], tables: tuple[Array, Array]) -> Float[Array, "tokens heads head_dim"]:
     """Turn the leading 2 * half dimensions of each head: dimension i with dimension i + half (Hugging Face's layout)."""
-    cos, sin = (t[:, None, :] for t in tables)
+    cos, sin = (t[:, None, None, :] for t in tables)
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    turned = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-    return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)
+    pairs = x[..., : 2 * half].reshape(*x.shape[:-1], 2, half).astype(jnp.float32)
+    # The other of each pair by reversing an axis: two halves put together again would be copied number by number on CPU.
+    turned = pairs * cos + pairs[..., ::-1, :] * jnp.concatenate([-sin, sin], axis=-2)
+    turned = turned.astype(x.dtype).reshape(*x.shape[:-1], 2 * half)
+    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
 
 
 _ACTIVATIONS = {

@@ -155,6 +155,16 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
     return jnp.where(kept, scaled, -jnp.inf)
 
 
+def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
+    """Index of each row's greatest entry, the first of equals; the last index where there is none for NaN.
+
+    XLA's argmax on CPU goes number by number; a maximum and a minimum run at memory speed (7 ms against 0.9 for 64 x 49,152).
+    """
+    top = jnp.max(x, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.min(jnp.where(x == top, index, x.shape[1] - 1), axis=-1)
+
+
 def gumbel_noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows vocab"]:
     """Noise whose argmax, added to logits, is a sample; a row's noise depends on its key alone."""
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
@@ -178,11 +188,11 @@ def sample(
     Returns:
       Tokens i32[rows], and their log-probabilities under the sampled distribution, f32[rows] (0.0 for greedy rows).
     """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = _argmax(logits)
     if keys is None:
         return best, jnp.zeros(logits.shape[0], jnp.float32)
     filtered = filtered_logits(logits, sampling)
-    drawn = jnp.argmax(filtered + gumbel_noise(keys, logits.shape[1]), axis=-1).astype(jnp.int32)
+    drawn = _argmax(filtered + gumbel_noise(keys, logits.shape[1]))
     greedy = sampling.temperature == 0
     return jnp.where(greedy, best, drawn), jnp.where(greedy, 0.0, token_logprobs(filtered, drawn, deterministic=deterministic))
 

@@ -10,11 +10,13 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # LLVM's, not XLA's: a third of a test's time; see `optimized`
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
     "false"  # the command line turns it on; a test has no business in the user's folder
 )
 
 import gc
+import time
 from pathlib import Path
 
 import hypothesis
@@ -39,11 +41,28 @@ MAPS = Path("/proc/self/maps")
 @pytest.fixture(autouse=True)
 def few_compiled_programs():
     """Forget compiled programs before there are too many: each one maps memory. XLA's compiler crashed the process after some
-    900 tests; the kernel's limit of 65,530 maps is the presumed cause."""
+    900 tests; the kernel's limit of 65,530 maps is the presumed cause. Reading 10,000 of them takes 10 ms, so a test that was
+    too quick to compile much is not asked."""
+    begin = time.perf_counter()
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
+    if time.perf_counter() - begin > 1 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Compile as users do, for tests of bits. (XLA's own passes always run: the optimised HLO is the same.)"""
+    disabled = jax.config.read("jax_disable_most_optimizations")
+
+    def compile_without(value: bool) -> None:
+        if disabled:
+            jax.config.update("jax_disable_most_optimizations", value)
+            jax.clear_caches()
+
+    compile_without(False)
+    yield
+    compile_without(True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")  # the longest first, so that two workers end together
     if not config.getoption("--slow") and "slow" not in config.getoption("-m"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         if slow:

@@ -12,6 +12,8 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv.config import pages_for
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 NEW, SEQ = 10, 32
 KEY = jax.random.key(11)
 HOT = Sampling(temperature=1.2, top_k=40)
@@ -153,6 +155,41 @@ def test_the_kernel_agrees_with_itself_and_with_xla(architecture: str):
     np.testing.assert_array_equal(np.where(rows.new, scored, 0), rows.logprobs)
     np.testing.assert_array_equal(kernel.tokens, out["xla"].tokens)
     np.testing.assert_allclose(kernel.logprobs, out["xla"].logprobs, atol=2e-5)
+
+
+BEAM_PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 9, 7], [9]]
+
+
+def search(prompts: Any, lengths: jax.Array | None = None, **options: Any) -> jaxkv.BeamSearchOutput:
+    return jaxkv.beam_search(
+        decoders.decoder(), prompts, lengths, num_beams=4, max_new_tokens=12, num_return_sequences=2, eos_token_id=[5, 6],
+        deterministic=True, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def beams() -> jaxkv.BeamSearchOutput:
+    return search(BEAM_PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"page_size": 4, "prefill_chunk": 2}, slow({"page_size": 1}), slow({"page_size": 4, "num_pages": 43})],
+    ids=str,
+)
+def test_pages_chunks_and_pool_do_not_show_in_beams(changed: dict[str, int], beams: jaxkv.BeamSearchOutput):
+    out = search(BEAM_PROMPTS, **changed)
+    np.testing.assert_array_equal(out.tokens, beams.tokens)
+    np.testing.assert_array_equal(out.scores, beams.scores)
+
+
+def test_a_prompt_alone_gives_the_same_beams_as_in_a_batch(beams: jaxkv.BeamSearchOutput):
+    """Padded to the same width, so that one compiled program serves all three."""
+    width = max(map(len, BEAM_PROMPTS))
+    for i, prompt in enumerate(BEAM_PROMPTS):
+        alone = search(jnp.asarray([prompt + [decoders.VOCAB - 1] * (width - len(prompt))]), jnp.asarray([len(prompt)]))
+        np.testing.assert_array_equal(alone.tokens[0], beams.tokens[i])
+        np.testing.assert_array_equal(alone.scores[0], beams.scores[i])
 
 
 def test_score_takes_an_implementation_in_deterministic_mode_only():

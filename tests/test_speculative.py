@@ -18,6 +18,8 @@ from jaxkv.speculative import Draft, NGram, Speculation
 # The function hides its module: `jaxkv.generate` is both.
 internals = importlib.import_module("jaxkv.generate")
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 PROMPTS = random_prompts(0, [1, 5, 9, 17, 3, 4])
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 24,

@@ -12,6 +12,8 @@ import pytest
 import jaxkv
 from jaxkv import PagedKVCache
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 CHUNK, SEQS = 17, 5
 TOLERANCE = {"atol": 5e-5, "rtol": 2e-5}
 

@@ -14,7 +14,7 @@ from families.tiny_models import FAMILIES, tiny_model, tokens
 
 import jaxkv
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("optimized")]
 
 LENGTHS, NEW_TOKENS = (1, 8, 17, 3, 20), 8
 

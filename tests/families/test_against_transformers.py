@@ -2,14 +2,20 @@
 
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from families.tiny_models import CASES, save_tiny, tiny_model, tokens, torch_logits
 
+import jaxkv
 from jaxkv.weights import load, save
 
 pytestmark = pytest.mark.torch
+
+
+def logits(model: jaxkv.Decoder, ids: np.ndarray) -> jax.Array:
+    """As one program: operation by operation there are more to compile."""
+    return jax.jit(lambda model, ids: model(ids))(model, ids)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -24,7 +30,7 @@ def test_logits_and_saved_tensors_are_those_of_transformers(case: str, tmp_path:
 
     model, tokenizer = load(tmp_path / "theirs")
     assert tokenizer is None
-    np.testing.assert_allclose(model(jnp.asarray(ids)), expected, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(logits(model, ids), expected, atol=2e-4, rtol=0)
 
     save(model, tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
@@ -50,7 +56,7 @@ def test_dynamic_scaling_beyond_the_trained_length_is_that_of_decoding_token_by_
             out = oracle(torch.from_numpy(ids[:, i : i + 1]).long(), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             rows.append(out.logits[:, 0].numpy())
-    np.testing.assert_allclose(model(jnp.asarray(ids)), np.stack(rows, axis=1), atol=2e-4, rtol=0)
+    np.testing.assert_allclose(logits(model, ids), np.stack(rows, axis=1), atol=2e-4, rtol=0)
 
 
 def test_files_of_the_bare_model_load_too(tmp_path: Path) -> None:
@@ -59,7 +65,7 @@ def test_files_of_the_bare_model_load_too(tmp_path: Path) -> None:
     oracle.transformer.save_pretrained(tmp_path)
     ids = tokens(1, 9)
     model, _ = load(tmp_path)
-    np.testing.assert_allclose(model(jnp.asarray(ids)), torch_logits(oracle, ids), atol=2e-4, rtol=0)
+    np.testing.assert_allclose(logits(model, ids), torch_logits(oracle, ids), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
@@ -70,7 +76,7 @@ def test_shards_and_saved_shards(case: str, tmp_path: Path, monkeypatch: pytest.
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     ids = tokens(1, 9)
     model, _ = load(tmp_path / "theirs")
-    np.testing.assert_allclose(model(jnp.asarray(ids)), torch_logits(oracle, ids), atol=2e-4, rtol=0)
+    np.testing.assert_allclose(logits(model, ids), torch_logits(oracle, ids), atol=2e-4, rtol=0)
 
     monkeypatch.setattr("jaxkv.weights.saving.SHARD_BYTES", 40_000)
     save(model, tmp_path / "ours")

@@ -10,25 +10,27 @@ import pallas_kernels
 
 
 def dense(q, k_pages, v_pages, sinks, case, options):
-    """(out, lse) in float32 by gathering every live page; rows and queries in Python loops."""
+    """(out, lse) in float32: every row's pages one behind the other, and of them what each query sees; 0 for dead queries."""
     page_size, kv_heads = case.k_pages.shape[2], case.k_pages.shape[1]
-    group = q.shape[2] // kv_heads
-    out, lse = jnp.zeros_like(q), jnp.zeros(q.shape[:3])
-    for row, (length, count) in enumerate(zip(case.lengths, case.num_queries)):
-        for index in range(int(count)):
-            own = int(length) - int(count) + index
-            seen = np.arange(max(0, own + 1 - (options.get("sliding_window") or 10**9)), own + 1)
-            pages, slots = case.block_tables[row, seen // page_size], seen % page_size
-            k = jnp.repeat(k_pages[pages, :, slots], group, axis=1)
-            v = jnp.repeat(v_pages[pages, :, slots], group, axis=1)
-            s = jnp.einsum("hd,thd->ht", q[row, index], k) * q.shape[-1] ** -0.5
-            if options.get("logits_soft_cap"):
-                s = options["logits_soft_cap"] * jnp.tanh(s / options["logits_soft_cap"])
-            every = s if sinks is None else jnp.concatenate([s, sinks[:, None]], axis=1)
-            total = jax.nn.logsumexp(every, axis=1)
-            out = out.at[row, index].set(jnp.einsum("ht,thd->hd", jnp.exp(s - total[:, None]), v))
-            lse = lse.at[row, index].set(total)
-    return out, lse
+    group, window = q.shape[2] // kv_heads, options.get("sliding_window") or 10**9
+    position, index = np.arange(case.block_tables.shape[1] * page_size), np.arange(q.shape[1])
+    own = (case.lengths - case.num_queries)[:, None] + index
+    live = index < case.num_queries[:, None]
+    seen = live[..., None] & (position <= own[..., None]) & (position > own[..., None] - window)
+    held = np.arange(case.block_tables.shape[1]) * page_size < case.lengths[:, None]
+
+    def tokens(pages):  # [rows, heads, tokens, head_dim]
+        rows = jnp.moveaxis(pages[np.where(held, case.block_tables, 0)], 2, 1)
+        return jnp.repeat(rows.reshape(*rows.shape[:2], -1, rows.shape[-1]), group, axis=1)
+
+    s = jnp.einsum("rqhd,rhtd->rqht", q, tokens(k_pages)) * q.shape[-1] ** -0.5
+    if options.get("logits_soft_cap"):
+        s = options["logits_soft_cap"] * jnp.tanh(s / options["logits_soft_cap"])
+    s = jnp.where(seen[:, :, None] | ~live[..., None, None], s, -jnp.inf)
+    every = s if sinks is None else jnp.concatenate([s, jnp.broadcast_to(sinks[:, None], (*s.shape[:3], 1))], axis=3)
+    total = jax.nn.logsumexp(every, axis=3)
+    out = jnp.einsum("rqht,rhtd->rqhd", jnp.exp(s - total[..., None]), tokens(v_pages))
+    return jnp.where(live[..., None, None], out, 0.0), jnp.where(live[..., None], total, 0.0)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
@@ -56,7 +58,7 @@ def test_against_dense(implementation, options):
     which = (0, 1, 2, 3) if sinks is not None else (0, 1, 2)
     got = jax.jit(jax.grad(lambda *a: loss(paged, *a), which))(*arrays, sinks)
     clean = [jnp.where(jnp.isfinite(x), x, 0.0) for x in arrays]
-    want = jax.grad(lambda *a: loss(lambda *b: dense(*b, case, static), *a), which)(*clean, sinks)
+    want = jax.jit(jax.grad(lambda *a: loss(lambda *b: dense(*b, case, static), *a), which))(*clean, sinks)
     for name, a, b in zip(("q", "k_pages", "v_pages", "sinks"), got, want):
         np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
     assert (got[1][~live] == 0).all(), "dead slots have gradient exactly 0"

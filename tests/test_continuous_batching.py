@@ -130,17 +130,17 @@ class TestEachAsIfAlone:
 
 
 class TestSharedPrompts:
-    def test_samples_are_those_of_an_unshared_run(self):
+    @pytest.mark.parametrize(("rows", "num_pages"), [(4, 9), slow(18, None)])
+    def test_samples_are_those_of_an_unshared_run(self, rows: int, num_pages: int | None):
         """Sample s of prompt i has the key fold_in(key_i, s) wherever it runs; small pools preempt shared rows, too."""
         model, prompts = decoders.decoder(), prompts_of(16)[:6]
         options: dict[str, Any] = dict(
             max_new_tokens=NEW, sampling=Sampling(1.3), key=KEY, eos_token_id=ENDS, num_samples=3, page_size=4, prefill_chunk=6
         )
         want = jaxkv.generate(model, prompts, max_seqs=1, **options)
-        for rows, num_pages in ((4, 9), (18, None)):
-            got = jaxkv.generate(model, prompts, max_seqs=rows, num_pages=num_pages, **options)
-            np.testing.assert_array_equal(got.tokens, want.tokens)
-            np.testing.assert_allclose(got.logprobs, want.logprobs, atol=5e-5)
+        got = jaxkv.generate(model, prompts, max_seqs=rows, num_pages=num_pages, **options)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=5e-5)
 
     def test_a_prompt_is_computed_once_and_its_pages_are_shared(self):
         model = decoders.decoder(max_seq_len=640)

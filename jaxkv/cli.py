@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxkv import __version__
+from jaxkv.bench.compare import add_arguments as add_compare_arguments
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -126,6 +127,13 @@ def _add_bench(commands) -> None:
     )
     decode.add_argument("--repeats", type=whole_number(1), default=3, metavar="N", help="runs; the median counts (default: 3)")
     decode.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    compare = kinds.add_parser(
+        "compare",
+        help="side by side with other engines",
+        description="Speed next to other engines on the same weights and token ids, and next to what the machine allows.",
+        allow_abbrev=False,
+    )
+    add_compare_arguments(compare)
 
 
 def _add_inspect(commands) -> None:
@@ -175,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jaxkv.cli_generate import run
         elif args.command == "inspect":
             from jaxkv.cli_inspect import run
+        elif args.kind == "compare":
+            from jaxkv.bench.compare import run
         else:
             from jaxkv.bench.decode import run
         return run(args)

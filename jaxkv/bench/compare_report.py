@@ -13,6 +13,8 @@ FIGURES = {
 }
 """Of each kind of figure: the speed's name, the limit's, the time's and the share's."""
 
+MARKERS = "oDsv^<>ph*"
+
 
 def _tokens(cell: dict[str, Any], kind: str) -> int:
     """Tokens that the limit's seconds are for."""
@@ -98,7 +100,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def plot(report: dict[str, Any], path: str | Path) -> None:
-    """Speeds as bars, engines beside one another, the limit as a dashed line above each group.
+    """Speeds as dots, engines beside one another, the limit as a dashed line above each group.
 
     Args:
       report: of the command.
@@ -115,27 +117,27 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
     names = list(dict.fromkeys(name for part in report["dtypes"] for name in part["engines"]))
     for part, line in zip(report["dtypes"], axes):
         for kind, ax in zip(kinds, line):
-            _bars(ax, part, kind, names)
+            _dots(ax, part, kind, names)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def _bars(ax: Any, part: dict[str, Any], kind: str, names: list[str]) -> None:
+def _dots(ax: Any, part: dict[str, Any], kind: str, names: list[str]) -> None:
     speed, limit, *_ = FIGURES[kind]
     cells = [cell for cell in part["cells"] if (cell["kind"] == "ragged") == (kind == "ragged")]
-    width = 0.8 / len(names)
     for i, name in enumerate(names):
-        at = [x - 0.4 + (i + 0.5) * width for x in range(len(cells))]
-        heights = [cell["engines"][name][speed] if name in cell["engines"] else 0.0 for cell in cells]
-        ax.bar(
-            at, heights, width, label=name, color=f"C{i}" if name == OURS else f"C{i % 10}", alpha=1.0 if name == OURS else 0.55
-        )
+        there = [(x, cell["engines"][name][speed]) for x, cell in enumerate(cells) if name in cell["engines"]]
+        at = [x - 0.4 + 0.8 * (i + 0.5) / len(names) for x, _ in there]
+        look = {"markersize": 9, "zorder": 3} if name == OURS else {"markersize": 6, "alpha": 0.8}
+        ax.plot(at, [y for _, y in there], MARKERS[i % len(MARKERS)], label=name, **look)
     for x, cell in enumerate(cells):
         y = _tokens(cell, kind) / cell[limit]["seconds"]
         ax.hlines(y, x - 0.42, x + 0.42, colors="black", linestyles="dashed", linewidth=1, label="limit" if x == 0 else None)
     labels = [f"{c['rows']} rows" if kind == "ragged" else f"{c['batch_size']} x {c['prompt_length']}" for c in cells]
     ax.set_xticks(range(len(cells)), labels)
+    ax.set_xlim(-0.5, len(cells) - 0.5)
     ax.set_yscale("log")
+    ax.grid(axis="y", which="both", alpha=0.2)
     ax.set_title(f"{kind}, {part['dtype']}, tokens/s" + ("" if kind == "ragged" else ", batch x prompt"), fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)

@@ -130,11 +130,15 @@ def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
 def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: AttentionOptions) -> jax.Array:
     """f32[n, m, tokens] scaled and capped scores of q [n, m, head_dim] and k [n, tokens, head_dim].
 
-    Keys stand on the left: on the right, XLA's CPU products would repack all of them. The barrier keeps the transpose from being
-    folded into the product, which would swap them back.
+    The longer operand stands on the left: XLA's CPU products repack all of the right one. The barrier keeps the transpose from
+    being folded into the product, which would swap them back.
     """
-    s = jnp.einsum("ntd,nmd->ntm", k.astype(q.dtype), q, preferred_element_type=jnp.float32)
-    s = lax.optimization_barrier(s).swapaxes(1, 2) * options.scale
+    k = k.astype(q.dtype)
+    if q.shape[1] < k.shape[1]:
+        s = lax.optimization_barrier(jnp.einsum("ntd,nmd->ntm", k, q, preferred_element_type=jnp.float32)).swapaxes(1, 2)
+    else:
+        s = jnp.einsum("nmd,ntd->nmt", q, k, preferred_element_type=jnp.float32)
+    s = s * options.scale
     if k_scale is not None:
         s = s * k_scale[:, None, :]
     if options.logits_soft_cap is not None:
@@ -156,7 +160,8 @@ def weighted_values(p: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
     product = lambda values: jnp.einsum("nmt,ntd->nmd", p, values, preferred_element_type=jnp.float32)
     out = product(v)
     masked = lambda: product(jnp.where(jnp.any(seen, axis=1)[:, :, None], v, jnp.zeros_like(v)))
-    return lax.cond(jnp.all(jnp.isfinite(out)), lambda: out, masked)
+    # The sum is a fast way to ask whether all are finite; should it overflow, nothing is lost but time.
+    return lax.cond(jnp.isfinite(jnp.sum(out)), lambda: out, masked)
 
 
 def tree_sum(x: jax.Array) -> jax.Array:

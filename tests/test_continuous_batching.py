@@ -86,7 +86,7 @@ def slow(*values: Any) -> Any:
 class TestEachAsIfAlone:
     @pytest.mark.parametrize(
         ("rows", "page_size", "pool", "chunk"),
-        [(3, 4, "least", 5), (8, 1, "ample", 16), (8, 16, "least", 16), slow(3, 4, "half", 3), slow(1, 4, "least", 16)],
+        [(3, 4, "least", 5), (8, 1, "ample", 16), slow(8, 16, "least", 16), slow(3, 4, "half", 3), slow(1, 4, "least", 16)],
     )
     def test_sixteen_prompts(self, rows: int, page_size: int, pool: str, chunk: int):
         num_pages = {"least": least(page_size), "half": rows * (least(page_size) - 1) // 2 + 2, "ample": None}[pool]

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("optimized")]
 LENGTHS, NEW_TOKENS = (1, 8, 17, 3, 20), 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", [x if x == "phi3" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES])
 def test_no_bit_between_rollout_and_score(case: str, dtype: str, tmp_path: Path) -> None:
     tiny_model(case).save_pretrained(tmp_path)

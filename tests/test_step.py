@@ -12,8 +12,6 @@ import pytest
 import jaxkv
 from jaxkv import PagedKVCache
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 CHUNK, SEQS = 17, 5
 TOLERANCE = {"atol": 5e-5, "rtol": 2e-5}
 
@@ -107,47 +105,6 @@ class TestAgainstTheModelWithoutACache:
         cache = cache.truncate(jnp.full(SEQS, 5, jnp.int32))
         got, _ = feed(model, cache, [row[5:] for row in rows], [4])
         assert_rows_close(got, [w[5:] for w in expected(model, rows)])
-
-
-def with_garbage(cache: PagedKVCache, value: float) -> PagedKVCache:
-    """Every slot that no token is in holds `value`."""
-    live = np.zeros((cache.num_pages, cache.page_size), bool)
-    for table, length in zip(np.asarray(cache.block_tables), np.asarray(cache.lengths), strict=True):
-        position = np.arange(length)
-        live[table[position // cache.page_size], position % cache.page_size] = True
-    mask = jnp.asarray(live)[:, None, :, None]
-    dead = lambda pages: tuple(jnp.where(mask, x, jnp.asarray(value, x.dtype)) for x in pages)
-    return dataclasses.replace(cache, k_pages=dead(cache.k_pages), v_pages=dead(cache.v_pages))
-
-
-class TestIndependence:
-    @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-    def test_what_unused_slots_hold_changes_nothing(self, garbage: float):
-        model = decoders.decoder()
-        first, second = decoders.random_prompts(8, [17, 9, 5, 1, 16]), decoders.random_prompts(9, [3, 4, 2, 8, 0])
-        clean, dirty = new_cache(model), with_garbage(new_cache(model), garbage)
-        for rows, pieces in ((first, [9, 8]), (second, [2, 6])):
-            want, clean = feed(model, clean, rows, pieces)
-            got, dirty = feed(model, with_garbage(dirty, garbage), rows, pieces)
-            for g, w in zip(got, want, strict=True):
-                np.testing.assert_array_equal(g, w)
-            some = jnp.asarray([True, False, True, False, True])  # recycled pages: freed rows leave theirs behind
-            clean, dirty = clean.free(some), with_garbage(dirty.free(some), garbage)
-
-    def test_ten_pages_or_ten_thousand(self):
-        model, rows = decoders.decoder(), decoders.random_prompts(10, [17, 4, 3, 2, 1])
-        few, _ = feed(model, new_cache(model, num_pages=10), rows, [17])
-        many, _ = feed(model, new_cache(model, num_pages=10_000), rows, [17])
-        for g, w in zip(few, many, strict=True):
-            np.testing.assert_array_equal(g, w)
-
-    def test_batch_mates(self):
-        model = decoders.decoder()
-        rows = decoders.random_prompts(11, [17, 9, 5, 1, 16])
-        together, _ = feed(model, new_cache(model), rows, [9, 8])
-        for i, row in enumerate(rows):
-            alone, _ = feed(model, new_cache(model), [row if j == i else [] for j in range(SEQS)], [9, 8])
-            np.testing.assert_array_equal(alone[i], together[i])
 
 
 class TestInsideJit:
@@ -264,3 +221,47 @@ class TestErrors:
         cache = new_cache(model, page_size=16, max_seq_len=10)
         with pytest.raises(ValueError, match="row 0 holds 0 tokens and cannot take 11 more"):
             jaxkv.extend(model, cache, jnp.ones((5, 11), jnp.int32), jnp.asarray([11, 0, 0, 0, 0], jnp.int32))
+
+
+def with_garbage(cache: PagedKVCache, value: float) -> PagedKVCache:
+    """Every slot that no token is in holds `value`."""
+    live = np.zeros((cache.num_pages, cache.page_size), bool)
+    for table, length in zip(np.asarray(cache.block_tables), np.asarray(cache.lengths), strict=True):
+        position = np.arange(length)
+        live[table[position // cache.page_size], position % cache.page_size] = True
+    mask = jnp.asarray(live)[:, None, :, None]
+    dead = lambda pages: tuple(jnp.where(mask, x, jnp.asarray(value, x.dtype)) for x in pages)
+    return dataclasses.replace(cache, k_pages=dead(cache.k_pages), v_pages=dead(cache.v_pages))
+
+
+@pytest.mark.usefixtures("optimized")  # the last one here: from it on
+class TestIndependence:
+    """Bits."""
+
+    @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+    def test_what_unused_slots_hold_changes_nothing(self, garbage: float):
+        model = decoders.decoder()
+        first, second = decoders.random_prompts(8, [17, 9, 5, 1, 16]), decoders.random_prompts(9, [3, 4, 2, 8, 0])
+        clean, dirty = new_cache(model), with_garbage(new_cache(model), garbage)
+        for rows, pieces in ((first, [9, 8]), (second, [2, 6])):
+            want, clean = feed(model, clean, rows, pieces)
+            got, dirty = feed(model, with_garbage(dirty, garbage), rows, pieces)
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_array_equal(g, w)
+            some = jnp.asarray([True, False, True, False, True])  # recycled pages: freed rows leave theirs behind
+            clean, dirty = clean.free(some), with_garbage(dirty.free(some), garbage)
+
+    def test_ten_pages_or_ten_thousand(self):
+        model, rows = decoders.decoder(), decoders.random_prompts(10, [17, 4, 3, 2, 1])
+        few, _ = feed(model, new_cache(model, num_pages=10), rows, [17])
+        many, _ = feed(model, new_cache(model, num_pages=10_000), rows, [17])
+        for g, w in zip(few, many, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+    def test_batch_mates(self):
+        model = decoders.decoder()
+        rows = decoders.random_prompts(11, [17, 9, 5, 1, 16])
+        together, _ = feed(model, new_cache(model), rows, [9, 8])
+        for i, row in enumerate(rows):
+            alone, _ = feed(model, new_cache(model), [row if j == i else [] for j in range(SEQS)], [9, 8])
+            np.testing.assert_array_equal(alone[i], together[i])

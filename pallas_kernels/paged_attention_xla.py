@@ -100,31 +100,34 @@ def row_indices(blocks: jax.Array, shape: tuple[int, ...], block_tables: jax.Arr
     return (page[:, None, :] * kv_heads + head[None, :, None]) * rows_per_page + sub[:, None, :]
 
 
-def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
-    """One block of a pool: [num_pages, kv_heads, page_size, *features] -> [batch * kv_heads, BLOCK_TOKENS, *features].
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """x[rows] of a 2-D array, as a plain memory copy on CPU too.
 
     The gather stands in a branch that is always taken. Outside of one, XLA on CPU fuses it with the reshape behind it and the
     arithmetic of `rows` before it, and then copies number by number, at half the speed.
 
     Narrow floats travel as integers: XLA on CPU turns a gather of bfloat16 into one of float32, and so converts the whole
-    pool at every call. The barrier keeps that change of type inside the loop, where it costs nothing; hoisted out of the
-    loop it would be a copy of the pool again.
+    array at every call. The barrier keeps that change of type inside a loop around it, where it costs nothing; hoisted out of the
+    loop it would be a copy of the array again.
     """
+    dtype = jnp.dtype(x.dtype)
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype)
+    x, rows = lax.optimization_barrier((x, rows))
+
+    def gather(x: jax.Array, rows: jax.Array) -> jax.Array:
+        taken = lax.bitcast_convert_type(x, bits).at[rows].get(mode="promise_in_bounds")
+        return lax.bitcast_convert_type(taken, dtype)
+
+    return lax.cond(rows[0] >= 0, gather, lambda x, rows: jnp.zeros((rows.shape[0], x.shape[1]), dtype), x, rows)
+
+
+def gather_block(pages: jax.Array, rows: jax.Array) -> jax.Array:
+    """One block of a pool: [num_pages, kv_heads, page_size, *features] -> [batch * kv_heads, BLOCK_TOKENS, *features]."""
     batch, kv_heads, _ = rows.shape
     row_tokens = math.gcd(pages.shape[2], BLOCK_TOKENS)
     features = pages.shape[3:]
-    dtype = jnp.dtype(pages.dtype)
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype)
-    pages, rows = lax.optimization_barrier((pages, rows.reshape(-1)))
-
-    def gather(pages: jax.Array, rows: jax.Array) -> jax.Array:
-        view = lax.bitcast_convert_type(pages, bits).reshape(-1, row_tokens * math.prod(features))
-        return lax.bitcast_convert_type(view.at[rows].get(mode="promise_in_bounds"), dtype)
-
-    def never(pages: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.zeros((rows.shape[0], row_tokens * math.prod(features)), dtype)
-
-    return lax.cond(rows[0] >= 0, gather, never, pages, rows).reshape(batch * kv_heads, BLOCK_TOKENS, *features)
+    taken = take_rows(pages.reshape(-1, row_tokens * math.prod(features)), rows.reshape(-1))
+    return taken.reshape(batch * kv_heads, BLOCK_TOKENS, *features)
 
 
 def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: AttentionOptions) -> jax.Array:
@@ -216,7 +219,8 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     begin, end = geo.blocks()
     order = None if tiles == 1 else jnp.argsort(begin - end)
     pad = lambda x, dead: jnp.pad(x, [(0, padded - count)] + [(0, 0)] * (x.ndim - 1), constant_values=dead)
-    line = lambda x, dead: x if order is None else pad(x[order], dead)
+    permuted = lambda x, by: take_rows(x.reshape(x.shape[0], -1), by).reshape(by.shape[0], *x.shape[1:])
+    line = lambda x, dead: x if order is None else pad(permuted(x, order), dead)
     held, begin, owner = line(end - begin, 0), line(begin, 0), line(owner, 0)
     geo = Geometry(line(geo.last, -1), line(geo.first, 0))
     q = line(group_queries(problem.q, kv_heads).reshape(count, kv_heads, -1, head_dim), 0)
@@ -240,7 +244,7 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     alive = geo.last >= 0
     if order is not None:
         back = jnp.zeros(count, jnp.int32).at[order].set(lax.iota(jnp.int32, count))
-        *carry, alive = (x[back] for x in (*carry, alive))
+        carry, alive = [permuted(x, back) for x in carry], alive[back]
     top, total, acc = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in carry)
     return _finish(problem, alive, top, total, acc)
 

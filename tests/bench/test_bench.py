@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import re
-import statistics
 from pathlib import Path
 
 import jax
@@ -9,11 +8,11 @@ import pytest
 from tiny import save_model
 
 import jaxkv
+from jaxkv.bench import flat
 from jaxkv.bench.against_transformers import Torch, compare
 from jaxkv.bench.against_transformers import as_row as comparison_row
 from jaxkv.bench.decode import HEADER
 from jaxkv.bench.measure import Runner, Workload, memory_bandwidth, peak_memory, reset_peak_memory, step_bytes, table
-from jaxkv.bench.pool_size import compare as compare_pools
 from jaxkv.cli import main
 
 
@@ -99,16 +98,27 @@ def _rngs():
     return nnx.Rngs(0)
 
 
-def test_pools_are_compared_turn_by_turn(model: jaxkv.Decoder) -> None:
-    result = compare_pools(model, Workload(2, 8, new_tokens=64, page_size=16), factor=5, repeats=2)
-    assert result["num_pages"] == [10 + 1, 5 * 10 + 1]
-    assert [len(turns) for turns in result["turns"]] == [6, 6]  # of each run's five turns, two bound what is measured
-    assert result["ratio"] == pytest.approx(statistics.median(result["turns"][1]) / statistics.median(result["turns"][0]))
+@pytest.mark.parametrize("what", ["pool", "table", "waiting"])
+def test_what_must_not_matter_is_compared_turn_by_turn(model: jaxkv.Decoder, what: str) -> None:
+    pair = flat.variants(Workload(2, 8, new_tokens=64, page_size=16), what, factor=1 if what == "table" else 3)
+    result = flat.compare(model, pair, repeats=2)
+    assert [len(t) for t in result["turns"]] == [2 * (64 // flat.TURN - 1)] * 2
+    assert result["ratio"] == pytest.approx(result["step_seconds"][1] / result["step_seconds"][0])
 
 
-def test_pools_need_a_run_long_enough(model: jaxkv.Decoder) -> None:
+def test_variants_differ_in_one_thing() -> None:
+    work = Workload(2, 8, new_tokens=64, page_size=16)
+    small, large = flat.variants(work, "pool", 5)
+    assert (small.work.num_pages, large.work.num_pages, small.room) == (11, 51, large.room)
+    small, large = flat.variants(work, "table", 5)
+    assert small.work == large.work and (small.room, large.room) == (64, 352)
+    small, large = flat.variants(work, "waiting", 5)
+    assert small.work == large.work and (small.waiting, large.waiting) == (64, 320)
+
+
+def test_a_run_too_short_is_refused(model: jaxkv.Decoder) -> None:
     with pytest.raises(ValueError, match="at least 64, got 8"):
-        compare_pools(model, Workload(2, 8, new_tokens=8), factor=5, repeats=2)
+        flat.compare(model, flat.variants(Workload(2, 8, new_tokens=8), "pool", 5), repeats=2)
 
 
 @pytest.mark.torch

@@ -53,9 +53,7 @@ def launch(tmp_path: Path):
     """Starts engines from the bodies of their `run`, loaded; ends them after the test."""
     engines = []
 
-    def begin(
-        name: str = "fake", body: str = "pass", *, static: bool = False, timeout: int = 30, load: bool = True
-    ) -> Engine:
+    def begin(name: str = "fake", body: str = "pass", *, static: bool = False, timeout: int = 30, load: bool = True) -> Engine:
         path = fake(tmp_path / f"{name}.py", body, static=static)
         engine = Engine(Choice.parse(f"{path}={sys.executable}"), threads=1, timeout=timeout)
         engines.append(engine)

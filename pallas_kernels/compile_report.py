@@ -70,16 +70,16 @@ class KernelReport:
 
 
 def find_ptxas() -> str | None:
-    """The assembler: on the path, in a CUDA toolkit, or in the `nvidia-cuda-nvcc` package."""
-    found = shutil.which("ptxas")
-    if found:
-        return found
+    """The assembler: of the `nvidia-cuda-nvcc` package, on the path, or of a CUDA toolkit.
+
+    The package first: it comes with the plugin whose PTX it has to understand, and an older one on the path may not.
+    """
     spec = importlib.util.find_spec("nvidia")
-    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    for root in (*roots, pathlib.Path("/usr/local/cuda")):
+    for root in (pathlib.Path(p) for p in (spec.submodule_search_locations or [])) if spec else ():
         for path in (*root.glob("*/bin/ptxas"), *root.glob("bin/ptxas")):
             return str(path)
-    return None
+    toolkit = pathlib.Path("/usr/local/cuda/bin/ptxas")
+    return shutil.which("ptxas") or (str(toolkit) if toolkit.exists() else None)
 
 
 def missing_tools() -> str | None:
@@ -150,9 +150,9 @@ def _launches(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
 def read_ptx(path: pathlib.Path, arch: str, launches: dict[str, tuple[int, int]]) -> list[KernelReport]:
     """Assembles one PTX file with `ptxas -v` and counts its 16-byte copies and tensor-core instructions."""
     text = path.read_text()
-    made = subprocess.run(
-        [find_ptxas(), "-v", f"-arch={arch}", "-o", os.devnull, str(path)], capture_output=True, text=True, check=True
-    )
+    made = subprocess.run([find_ptxas(), "-v", f"-arch={arch}", "-o", os.devnull, str(path)], capture_output=True, text=True)
+    if made.returncode:
+        raise RuntimeError(f"{find_ptxas()} refused {path.name}: {made.stderr.strip() or made.stdout.strip()}")
     reports = []
     for block in re.split(r"(?=Compiling entry function)", made.stderr)[1:]:
         name = re.search(r"entry function '([^']+)'", block)[1]

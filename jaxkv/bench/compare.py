@@ -196,6 +196,7 @@ def measure_cells(
             print(f"{dtype}, batch {batch}, prompt {length} ...", file=sys.stderr)
             found = measure_equal(engines, equal(config, batch, length, args.new_tokens), args.repeats)
             cells.append({"kind": "grid", "batch_size": batch, "prompt_length": length, "new_tokens": args.new_tokens, **found})
+            print(progress(found, "decode_tokens_per_second", "prefill_tokens_per_second"), file=sys.stderr)
             speed = measure_speed(dtype, speed)
     for rows in args.ragged_rows:
         print(f"{dtype}, {args.ragged_requests} ragged requests, {rows} at a time ...", file=sys.stderr)
@@ -203,8 +204,15 @@ def measure_cells(
         found = measure_ragged(engines, requests, args.repeats)
         lengths = {"prompt_lengths": [len(prompt) for prompt in requests.prompts], "answer_lengths": requests.answers}
         cells.append({"kind": "ragged", "rows": rows, **lengths, **found})
+        print(progress(found, "tokens_per_second"), file=sys.stderr)
         speed = measure_speed(dtype, speed)
     return speed, cells
+
+
+def progress(found: dict[str, Any], *names: str) -> str:
+    """A line for each engine as soon as a cell is done: a run of hours that is stopped was not for nothing."""
+    lines = [f"  {name}: " + " / ".join(f"{engine[key]:,.1f}" for key in names) for name, engine in found["engines"].items()]
+    return "\n".join(lines + [f"  ({' / '.join(names).replace('_', ' ')})"])
 
 
 def add_limits(cell: dict[str, Any], costs: Costs, speed: Speed) -> None:

@@ -125,6 +125,18 @@ class TestPool:
         assert [i for i in program.instructions if i.size == POOL]
         assert program.of(*COPIES, size=POOL) == []
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_pages_are_read_as_whole_rows(self, dtype: str):
+        """[pages, page * head_dim], nothing fused behind it: then XLA on CPU copies rows, else number by number."""
+        program = compiled_generate(decoders.decoder(dtype=dtype))
+        gathers = [
+            i for i in program.everything if i.opcode == "gather" and "attend/while" in i.line and i.size > POOL // NUM_PAGES
+        ]
+        assert gathers
+        for gather in gathers:
+            (root,) = [i for i in program.instructions if i.computation == gather.computation]
+            assert root.shape == (gather.shape[0], PAGE * 8), root.line
+
     def test_operations_of_the_cache_never_copy_a_donated_one(self):
         cache = new_cache(decoders.decoder())
         n = jnp.ones(ROWS, jnp.int32)

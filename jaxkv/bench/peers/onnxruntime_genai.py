@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI, in static batches padded on the left.
+"""ONNX Runtime GenAI, in static batches padded on the right: on the left its attention for CPUs takes padding for text.
 
 pip install onnxruntime-genai onnx onnx-ir transformers torch
 """
@@ -48,7 +48,7 @@ class Engine:
         params = onnxruntime_genai.GeneratorParams(self.model)
         params.set_search_options(do_sample=False, batch_size=len(prompts), max_length=width + new_tokens[0])
         generator = onnxruntime_genai.Generator(self.model, params)
-        generator.append_tokens(np.array([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts], np.int32))
+        generator.append_tokens(np.array([prompt + [self.pad] * (width - len(prompt)) for prompt in prompts], np.int32))
         for _ in range(new_tokens[0]):
             generator.generate_next_token()
         return [generator.get_sequence(i)[width:].tolist() for i in range(len(prompts))]

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxkv
-from jaxkv import PagedKVCache, Sampling
+from jaxkv import PagedKVCache, Sampling, layers
 
 NUM_PAGES, PAGE, ROWS, CHUNK = 1237, 4, 3, 16
 POOL = NUM_PAGES * 2 * PAGE * 8  # elements of one layer's k_pages
@@ -153,10 +153,11 @@ class TestPool:
 
 class TestProducts:
     @pytest.mark.parametrize("deterministic", [False, True])
-    def test_the_weight_is_the_left_operand(self, deterministic: bool):
+    def test_the_weight_is_the_left_operand(self, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
         """On the right, every product on CPU repacks the whole weight."""
         if jax.default_backend() != "cpu":
             pytest.skip("other backends like the weight on the right")
+        monkeypatch.setattr(layers, "SUMS_ARE_FAST", False)  # so that few rows are products, too
         model = decoders.decoder(hidden_size=40, intermediate_size=56, head_dim=16, rope=jaxkv.Rope(rotary_dim=16))
         program = compiled_generate(model, deterministic=deterministic)
         weights = {"qkv": (2 * 4 * 16, 40), "out": (40, 64), "up": (2 * 56, 40), "down": (40, 56), "head": (decoders.VOCAB, 40)}
@@ -175,6 +176,14 @@ class TestProducts:
                 if shapes.get(left) == shape:
                     seen.add(name)
         assert seen == set(weights)
+
+    def test_few_bfloat16_rows_do_not_convert_the_weights_in_front_of_the_loop(self):
+        """They would be read as float32 at every step then, twice the bytes; and held twice."""
+        model = decoders.decoder(hidden_size=72, intermediate_size=88, dtype="bfloat16")
+        program = compiled_generate(model, max_seqs=1)
+        weights = {(2 * 4 * 8, 72), (72, 32), (2 * 88, 72), (72, 88)}
+        wide = [i.line for i in program.instructions if i.shape in weights and " f32[" in i.line]
+        assert wide == []
 
 
 class TestParameters:

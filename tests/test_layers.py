@@ -1,0 +1,50 @@
+"""`linear` against NumPy in float64, on both sides of every choice it makes among forms of a product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import layers
+from jaxkv.layers import linear
+
+
+def arrays(rows: int, width: int, out: tuple[int, ...], dtype: str) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(rows + width)
+    return jnp.asarray(rng.standard_normal((rows, width)), dtype), jnp.asarray(rng.standard_normal((*out, width)), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("width", [1, 7, 576, layers.LONG - 1, layers.LONG])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 2 * layers.TILE, 2 * layers.TILE + 1])
+def test_every_form_gives_the_product(rows: int, width: int, dtype: str):
+    x, weight = arrays(rows, width, (3, 5), dtype)
+    want = np.einsum("bk,ijk->bij", *(np.asarray(a, np.float64) for a in (x, weight)))
+    # Accumulated in float32, rounded once: half a unit in the last place of the largest, and a little of the sum's own.
+    unit = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
+    for deterministic in (False, True):
+        got = linear(x, weight, deterministic=deterministic)
+        assert got.dtype == x.dtype and got.shape == (rows, 3, 5)
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=unit, atol=unit * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (2, "float32"), (9, "float32"), (40, "float32")])
+def test_derivatives_are_those_of_the_product(rows: int, dtype: str):
+    x, weight = arrays(rows, 48, (11,), dtype)
+    g = arrays(rows, 11, (), dtype)[0]
+    plain = lambda x, w: jnp.sum((jnp.einsum("bk,nk->bn", x, w, precision="highest") * g).astype(jnp.float32))
+    ours = lambda x, w: jnp.sum((linear(x, w) * g).astype(jnp.float32))
+    wide = [np.asarray(a, np.float64) for a in (x, weight, g)]
+    want = (wide[2] @ wide[1], wide[2].T @ wide[0])
+    for got, exact, same in zip(jax.grad(ours, (0, 1))(x, weight), want, jax.grad(plain, (0, 1))(x, weight)):
+        assert got.dtype == same.dtype
+        unit = 1e-5 if dtype == "float32" else 2**-6
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=unit, atol=unit * np.abs(exact).max())
+    _, forward = jax.jvp(linear, (x, weight), (x, weight))
+    np.testing.assert_allclose(np.asarray(forward, np.float64), 2 * wide[0] @ wide[1].T, rtol=2**-6, atol=0.1)
+
+
+def test_the_gradient_of_few_rows_makes_no_array_of_rows_by_out_by_in():
+    x, weight = arrays(31, 257, (263,), "float32")
+    program = jax.jit(jax.grad(lambda x, w: jnp.sum(linear(x, w) ** 2), (0, 1))).lower(x, weight).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 31 * 263 * 257 * 4 / 8

@@ -62,6 +62,12 @@ class AttentionOptions:
             raise ValueError(f"logits_soft_cap must be a finite python number > 0 or None, got {cap!r}")
 
 
+def bits_of(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """What a dtype travels as where XLA on CPU would widen it: the unsigned integer of a narrow one's size, else itself."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype))
+
+
 def is_quantized(dtype: jax.typing.DTypeLike) -> bool:
     """Whether pages of this dtype need scales."""
     return jnp.dtype(dtype).name in QUANTIZED_DTYPES

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import options as opts
 from pallas_kernels.options import AttentionOptions
 
 BLOCK_TOKENS = 64
@@ -111,7 +112,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     loop it would be a copy of the array again.
     """
     dtype = jnp.dtype(x.dtype)
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype)
+    bits = opts.bits_of(dtype)
     x, rows = lax.optimization_barrier((x, rows))
 
     def gather(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -237,10 +238,11 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     order = None if tiles == 1 else jnp.argsort(begin - end)
     pad = lambda x, dead: jnp.pad(x, [(0, padded - count)] + [(0, 0)] * (x.ndim - 1), constant_values=dead)
     permuted = lambda x, by: take_rows(x.reshape(x.shape[0], -1), by).reshape(by.shape[0], *x.shape[1:])
-    line = lambda x, dead: x if order is None else pad(permuted(x, order), dead)
+    line = lambda x, dead: x if order is None else pad(x[order], dead)
     held, begin, owner = line(end - begin, 0), line(begin, 0), line(owner, 0)
     geo = Geometry(line(geo.last, -1), line(geo.first, 0))
-    q = line(group_queries(problem.q, kv_heads).reshape(count, kv_heads, -1, head_dim), 0)
+    q = group_queries(problem.q, kv_heads).reshape(count, kv_heads, -1, head_dim)
+    q = q if order is None else pad(permuted(q, order), 0)
     shape = (padded, kv_heads, q.shape[2])
 
     def turn(state):
@@ -257,13 +259,13 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
 
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
     zero = jnp.int32(0)
-    *_, carry = lax.while_loop(lambda state: state[0] < jnp.max(held), turn, (zero, zero, start))
+    *_, (top, total, acc) = lax.while_loop(lambda state: state[0] < jnp.max(held), turn, (zero, zero, start))
     alive = geo.last >= 0
     if order is not None:
         back = jnp.zeros(count, jnp.int32).at[order].set(lax.iota(jnp.int32, count))
-        carry, alive = [permuted(x, back) for x in carry], alive[back]
-    top, total, acc = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in carry)
-    return _finish(problem, alive, top, total, acc)
+        top, total, acc, alive = top[back], total[back], permuted(acc, back), alive[back]
+    carry = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in (top, total, acc))
+    return _finish(problem, alive, *carry)
 
 
 def _finish(
@@ -274,8 +276,8 @@ def _finish(
     if problem.sinks is not None:
         sinks = problem.sinks.astype(jnp.float32)[None, None, :]
         new_top = jnp.maximum(top, sinks)
-        decay = jnp.exp(top - new_top)
-        top, total, acc = new_top, total * decay + jnp.exp(sinks - new_top), acc * decay[..., None]
+        decay = decay_of(top - new_top)
+        top, total, acc = new_top, total * decay + decay_of(sinks - new_top), acc * decay[..., None]
     total = jnp.where(alive, total, 1.0)
     out = jnp.where(alive[..., None], acc / total[..., None], 0.0).astype(problem.q.dtype)
     return out, jnp.where(alive, top + jnp.log(total), -jnp.inf)

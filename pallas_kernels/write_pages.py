@@ -59,7 +59,7 @@ def _put(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
         return flat.at[slots].set(values.reshape(-1, *features), mode="drop").reshape(pool.shape)
 
     def scatter_bits(pool, values):
-        bits = jnp.uint8 if pool.dtype.itemsize == 1 else jnp.uint16
+        bits = opts.bits_of(pool.dtype)
         pool_bits, value_bits = (lax.bitcast_convert_type(x, bits) for x in (pool, values))
         return lax.bitcast_convert_type(scatter(pool_bits, value_bits), pool.dtype)
 

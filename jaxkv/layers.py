@@ -23,8 +23,8 @@ from jaxkv.config import Activation, ModelConfig, Rope
 TILE = 16
 """Rows of one product in deterministic mode. A product's bits depend on its number of rows, so there it never varies.
 
-16 because CPU products get slower by less than their rows up to about there: SmolLM2's take 12 ms for one row, 21 for 8, 26 for 16,
-35 for 32, 55 for 64. Smaller tiles would serve a single row better and 64 rows worse."""
+16 because CPU products get slower by less than their rows up to about there: SmolLM2's take 12 ms for one row, 17 for 8, 21 for 16,
+29 for 32, 54 for 64. Smaller tiles would serve a single row better and 64 rows worse."""
 
 
 def _weight_left(x: Array, weight: Array) -> Array:

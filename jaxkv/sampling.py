@@ -158,7 +158,7 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
 def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     """Index of each row's greatest entry, the first of equals; the last index where there is none for NaN.
 
-    XLA's argmax on CPU goes number by number; a maximum and a minimum run at memory speed (7 ms against 0.9 for 64 x 49,152).
+    XLA's argmax on CPU goes number by number; a maximum and a minimum run at memory speed (6.8 ms against 2.5 for 64 x 49,152).
     """
     top = jnp.max(x, axis=-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)

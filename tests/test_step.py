@@ -207,7 +207,10 @@ class TestErrors:
     def test_padding_may_hold_anything(self):
         model = decoders.decoder()
         tokens = jnp.asarray([[3, 99]] + [[-7, 99]] * 4, jnp.int32)
-        jaxkv.extend(model, new_cache(model), tokens, jnp.asarray([1, 0, 0, 0, 0], jnp.int32))
+        logits, cache = jaxkv.extend(model, new_cache(model), tokens, jnp.asarray([1, 0, 0, 0, 0], jnp.int32))
+        want, _ = jaxkv.extend(model, new_cache(model), tokens[:, :1].clip(0), jnp.asarray([1, 0, 0, 0, 0], jnp.int32))
+        np.testing.assert_allclose(logits, want, atol=1e-5)
+        cache.check()
 
     def test_a_row_that_lost_tokens_takes_no_more(self):
         model = decoders.decoder()

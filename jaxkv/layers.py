@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: linear, norms, rotary positions, MLP.
+"""The parts of a decoder layer: norms, rotary positions, MLP.
 
 Everything here works on a flat list of tokens, `[tokens, ...]`; which tokens belong to one sequence is known to attention alone.
 Weights keep Hugging Face's `[out, in]` orientation. Matrices that read the same input are stored as one array, so that a
@@ -7,9 +7,7 @@ its value: splitting kv_heads over devices cuts no head apart), `gate_up` is `[2
 """
 
 import functools
-import platform
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,130 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.config import Activation, ModelConfig, Rope
-
-TILE = 16
-"""Rows of one product in deterministic mode. A product's bits depend on its number of rows, so there it never varies.
-
-16 because CPU products get slower by less than their rows up to about there: SmolLM2's take 12 ms for one row, 17 for 8, 21 for 16,
-29 for 32, 54 for 64. Smaller tiles would serve a single row better and 64 rows worse."""
-
-
-def _weight_left(x: Array, weight: Array) -> Array:
-    """x [rows, in], weight [out, in] -> [rows, out], with the weight as the left operand.
-
-    On the right, XLA's CPU products repack the whole weight at every call. Without the barrier the transpose is folded into the
-    product and the operands swap back. Asked for float32, a bfloat16 product accumulates in it and reads the weight once; asked
-    for bfloat16, jaxlib 0.10.2 may convert the whole weight first. A single bfloat16 row takes a scalar path ten times slower
-    than two rows.
-    """
-    rows, width = x.shape
-    narrow = x.dtype == jnp.bfloat16
-    if SUMS_ARE_FAST and width < LONG and (rows == 1 if narrow else 2 <= rows <= 2 * TILE):
-        y = _sums(weight, x)
-    else:
-        x = jnp.concatenate([x, x]) if narrow and rows == 1 else x
-        y = _dot(weight, x)
-    return lax.optimization_barrier(y).T[:rows].astype(x.dtype)
-
-
-SUMS_ARE_FAST = platform.machine() in ("x86_64", "AMD64")
-LONG = 2048
-"""Few rows by a weight whose rows are shorter than this are summed product by product, where that was measured to be faster.
-
-XLA hands such sums to the library that does its products, too, which then cuts them better: SmolLM2's products take 17 ms instead
-of 22 for 8 rows, 21 instead of 26 for 16, 14 instead of 19 for one of bfloat16; from 2,048 on they take longer."""
-
-
-def _dot(weight: Array, x: Array) -> Array:
-    return lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-@jax.custom_jvp
-def _sums(weight: Array, x: Array) -> Array:
-    """`_dot` as a sum of products; its derivatives are products again, which need no memory for [out, rows, in] numbers."""
-    # Without the barrier a loop around it converts all bfloat16 weights to float32 first, and reads those.
-    weight, x = lax.optimization_barrier((weight, x))
-    w, x = weight.astype(jnp.float32), x.astype(jnp.float32)
-    if x.shape[0] == 1:
-        return jnp.sum(w * x, axis=1, keepdims=True)
-    return jnp.sum(w[:, None, :] * x[None, :, :], axis=-1)
-
-
-@_sums.defjvp
-def _sums_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (weight, x), (d_weight, d_x) = primals, tangents
-    return _sums(weight, x), _dot(d_weight, x) + _dot(weight, d_x)
-
-
-def _weight_right(x: Array, weight: Array) -> Array:
-    """The same product as GPU and TPU compilers like it: nothing to work around."""
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
-
-
-def _product(x: Array, weight: Array) -> Array:
-    return lax.platform_dependent(x, weight, cpu=_weight_left, default=_weight_right)
-
-
-def in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
-    """`f(*rows, *shared)`, computed TILE rows at a time: a row's bits then never depend on how many rows there are.
-
-    Products and sums along a row are cut among threads and vector lanes by the number of rows; with one shape there is one cut.
-    Tiles run in a loop, even a single one, whose number of turns the compiler cannot know: so it cannot fuse a tile with what
-    stands around it either, which would change how sums are formed and where they are rounded.
-
-    The gradient is that of `f` itself: only values must agree between rollout and training.
-
-    Args:
-      f: takes arrays whose first axis is rows, then the shared ones; returns one whose first axis is rows. Treats each row alike.
-      rows: `[rows, ...]` each, the first one floating.
-      shared: read by every tile, such as weights.
-    """
-    return cast(Array, _in_row_tiles(f, rows, shared))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
-    count = rows[0].shape[0]
-    tiles = -(-count // TILE)
-    padded = [jnp.pad(x, [(0, tiles * TILE - count)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
-
-    def tile(i: Array, y: Array) -> Array:
-        part = [lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in padded]
-        return lax.dynamic_update_slice_in_dim(y, f(*part, *shared), i * TILE, 0)
-
-    out = jax.eval_shape(f, *(x[:TILE] for x in padded), *shared)
-    empty = jnp.zeros((tiles * TILE, *out.shape[1:]), out.dtype)
-    something = lax.bitcast_convert_type(padded[0].reshape(-1)[0].astype(jnp.float32), jnp.int32)
-    return lax.fori_loop(0, lax.clamp(jnp.int32(tiles), something, jnp.int32(tiles)), tile, empty)[:count]
-
-
-def _in_row_tiles_fwd(f: Callable[..., Array], rows: tuple, shared: tuple) -> tuple[Array, tuple]:
-    return in_row_tiles(f, rows, shared), (rows, shared)
-
-
-def _in_row_tiles_bwd(f: Callable[..., Array], saved: tuple, g: Array) -> tuple:
-    return jax.vjp(lambda rows, shared: f(*rows, *shared), *saved)[1](g)
-
-
-_in_row_tiles.defvjp(_in_row_tiles_fwd, _in_row_tiles_bwd)
-
-
-def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, *, deterministic: bool = False) -> Array:
-    """x times the transposed weight, plus the bias.
-
-    Args:
-      x: inputs, of the weight's dtype.
-      weight: `[*out, in]`; any number of output axes.
-      bias: `[*out]` or None.
-      deterministic: compute in fixed row tiles; a row's bits then do not depend on the number of tokens.
-
-    Returns:
-      `[tokens, *out]` in x's dtype.
-    """
-    flat = weight.reshape(-1, weight.shape[-1])
-    y = in_row_tiles(_product, (x,), (flat,)) if deterministic else _product(x, flat)
-    y = y.reshape(x.shape[0], *weight.shape[:-1])
-    return y if bias is None else y + bias[None]
+from jaxkv.products import in_row_tiles, linear
 
 
 def value(param: Any) -> Array:

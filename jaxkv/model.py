@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import AttentionSpec, Dense
 from jaxkv.config import ModelConfig
-from jaxkv.layers import MLP, Norm, linear, new_param, optional, rotary_tables, rotate, value
+from jaxkv.layers import MLP, Norm, new_param, optional, rotary_tables, rotate, value
 from jaxkv.pages import Pages
+from jaxkv.products import linear
 
 Attend = Callable[[AttentionSpec, Array, Array, Array, Any], tuple[Array, Any]]
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxkv
-from jaxkv import PagedKVCache, Sampling, layers
+from jaxkv import PagedKVCache, Sampling, products
 
 NUM_PAGES, PAGE, ROWS, CHUNK = 1237, 4, 3, 16
 POOL = NUM_PAGES * 2 * PAGE * 8  # elements of one layer's k_pages
@@ -157,7 +157,7 @@ class TestProducts:
         """On the right, every product on CPU repacks the whole weight."""
         if jax.default_backend() != "cpu":
             pytest.skip("other backends like the weight on the right")
-        monkeypatch.setattr(layers, "SUMS_ARE_FAST", False)  # so that few rows are products, too
+        monkeypatch.setattr(products, "SUMS_ARE_FAST", False)  # so that few rows are products, too
         model = decoders.decoder(hidden_size=40, intermediate_size=56, head_dim=16, rope=jaxkv.Rope(rotary_dim=16))
         program = compiled_generate(model, deterministic=deterministic)
         weights = {"qkv": (2 * 4 * 16, 40), "out": (40, 64), "up": (2 * 56, 40), "down": (40, 56), "head": (decoders.VOCAB, 40)}

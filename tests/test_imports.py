@@ -18,6 +18,7 @@ LAYERS = [
     {"pages"},
     {"kv_cache"},
     {"attention"},
+    {"products"},
     {"layers"},
     {"model"},
     {"sampling", "beams"},

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import layers
-from jaxkv.layers import linear
+from jaxkv import products
+from jaxkv.products import linear
 
 
 def arrays(rows: int, width: int, out: tuple[int, ...], dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -15,8 +15,8 @@ def arrays(rows: int, width: int, out: tuple[int, ...], dtype: str) -> tuple[jax
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("width", [1, 7, 576, layers.LONG - 1, layers.LONG])
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 2 * layers.TILE, 2 * layers.TILE + 1])
+@pytest.mark.parametrize("width", [1, 7, 576, products.LONG - 1, products.LONG])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 2 * products.TILE, 2 * products.TILE + 1])
 def test_every_form_gives_the_product(rows: int, width: int, dtype: str):
     x, weight = arrays(rows, width, (3, 5), dtype)
     want = np.einsum("bk,ijk->bij", *(np.asarray(a, np.float64) for a in (x, weight)))
@@ -48,3 +48,37 @@ def test_the_gradient_of_few_rows_makes_no_array_of_rows_by_out_by_in():
     x, weight = arrays(31, 257, (263,), "float32")
     program = jax.jit(jax.grad(lambda x, w: jnp.sum(linear(x, w) ** 2), (0, 1))).lower(x, weight).compile()
     assert program.memory_analysis().temp_size_in_bytes < 31 * 263 * 257 * 4 / 8
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *(
+            ((out, width), "float32")
+            for out, width in ((960, 576), (96, 1536), (100, 7), (97, 48), (1, 64), (5, 1), (11, 2048))
+        ),
+        ((96, 1536), "bfloat16"),
+        ((97, 48), "bfloat16"),
+        ((97, 48), "float16"),
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_in_any_number_of_tiles(shape: tuple[int, int], dtype: str):
+    """Tiles stand side by side in one sum, and a single one alone in another: the library must cut both alike."""
+    x, weight = arrays(130, shape[1], shape[:1], dtype)
+    tiled = jax.jit(lambda x: linear(x, weight, deterministic=True))
+    alone = jnp.concatenate([tiled(x[i : i + 1]) for i in range(len(x))])
+    for rows in (15, 16, 17, 32, 33, 48, 64, 128, 130):
+        np.testing.assert_array_equal(tiled(x[-rows:]), alone[-rows:])
+
+
+@pytest.mark.usefixtures("optimized")
+def test_what_stands_around_a_tiled_product_does_not_change_its_bits():
+    """Factors before it, additions and activations behind it: fused with a sum, they would round it differently."""
+    x, weight = arrays(33, 576, (96,), "float32")
+    plain = jax.jit(lambda x: linear(x, weight, deterministic=True))
+    scaled = jnp.asarray(np.float32(x) * np.float32(0.3))
+    for rows in (1, 16, 33):
+        fused = jax.jit(lambda x: 1.7 * linear(x * jnp.float32(0.3), weight, deterministic=True) + 0.1)
+        np.testing.assert_array_equal(fused(x[:rows]), jax.jit(lambda y: 1.7 * y + 0.1)(plain(scaled[:rows])))

@@ -1,0 +1,192 @@
+"""Activations times weights: the form of a product that is fastest for its platform, dtype and rows, and rows in fixed tiles.
+
+A product's bits depend on its number of rows: it is cut among threads and vector lanes by it. In deterministic mode rows are
+therefore computed in tiles of one size, and nothing is fused with a tile that could change how its sums are formed or rounded.
+"""
+
+import functools
+import platform
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+SUMS_ARE_FAST = platform.machine() in ("x86_64", "AMD64")
+LONG = 2048
+"""Few rows by a weight whose rows are shorter than this are summed product by product, where that was measured to be faster.
+
+XLA hands such sums to the library that does its products, too, which then cuts them better: SmolLM2's products take 17 ms instead
+of 22 for 8 rows, 21 instead of 26 for 16, 14 instead of 19 for one of bfloat16; from 2,048 on they take longer."""
+FEW = 64
+"""Up to so many float32 rows: SmolLM2's products take 49 ms instead of 53 for 64, 93 instead of 89 for 128."""
+
+TILE = 32
+"""Rows of one tile in deterministic mode."""
+FLOAT32_TILE = 16
+"""Rows of one float32 product's tile.
+
+CPU products get slower by less than their rows up to about these sizes. SmolLM2's take 12 ms for one float32 row, 18 for 8, 22 for
+16, 31 for 32; 14 ms for one bfloat16 row, 18 for 2 to 16, 22 for 32. Smaller tiles serve a single row better and 64 rows worse."""
+
+
+def _weight_left(x: Array, weight: Array) -> Array:
+    """x [rows, in], weight [out, in] -> [rows, out], with the weight as the left operand.
+
+    On the right, XLA's CPU products repack the whole weight at every call. Without the barrier the transpose is folded into the
+    product and the operands swap back. Asked for float32, a bfloat16 product accumulates in it and reads the weight once; asked
+    for bfloat16, jaxlib 0.10.2 may convert the whole weight first. A single bfloat16 row takes a scalar path ten times slower
+    than two rows.
+    """
+    rows, width = x.shape
+    narrow = x.dtype == jnp.bfloat16
+    if SUMS_ARE_FAST and width < LONG and (rows == 1 if narrow else 2 <= rows <= FEW):
+        y = _sums(weight, x)
+    else:
+        x = jnp.concatenate([x, x]) if narrow and rows == 1 else x
+        y = _dot(weight, x)
+    return lax.optimization_barrier(y).T[:rows].astype(x.dtype)
+
+
+def _dot(weight: Array, x: Array) -> Array:
+    return lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+@jax.custom_jvp
+def _sums(weight: Array, x: Array) -> Array:
+    """`_dot` as a sum of products; its derivatives are products again, which need no memory for [out, rows, in] numbers."""
+    # Without the barrier a loop around it converts all bfloat16 weights to float32 first, and reads those.
+    weight, x = lax.optimization_barrier((weight, x))
+    w, x = weight.astype(jnp.float32), x.astype(jnp.float32)
+    if x.shape[0] == 1:
+        return jnp.sum(w * x, axis=1, keepdims=True)
+    return jnp.sum(w[:, None, :] * x[None, :, :], axis=-1)
+
+
+@_sums.defjvp
+def _sums_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (weight, x), (d_weight, d_x) = primals, tangents
+    return _sums(weight, x), _dot(d_weight, x) + _dot(weight, d_x)
+
+
+def _weight_right(x: Array, weight: Array) -> Array:
+    """The same product as GPU and TPU compilers like it: nothing to work around."""
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
+def _product(x: Array, weight: Array) -> Array:
+    return lax.platform_dependent(x, weight, cpu=_weight_left, default=_weight_right)
+
+
+def in_row_tiles(f: Callable[..., Array], rows: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
+    """`f(*rows, *shared)`, computed TILE rows at a time: a row's bits then never depend on how many rows there are.
+
+    The gradient is that of `f` itself: only values must agree between rollout and training.
+
+    Args:
+      f: takes arrays whose first axis is rows, then the shared ones; returns one whose first axis is rows. Treats each row alike.
+      rows: `[rows, ...]` each, the first one floating.
+      shared: read by every tile, such as weights.
+    """
+    return _tiled(functools.partial(_in_turn, f, TILE), f, rows, shared)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _values_of(compute: Callable[[tuple, tuple], Array], f: Callable[..., Array], rows: tuple, shared: tuple) -> Array:
+    return compute(rows, shared)
+
+
+def _forward(
+    compute: Callable[[tuple, tuple], Array], f: Callable[..., Array], rows: tuple, shared: tuple
+) -> tuple[Array, tuple]:
+    return compute(rows, shared), (rows, shared)
+
+
+def _backward(compute: Callable[[tuple, tuple], Array], f: Callable[..., Array], saved: tuple, g: Array) -> tuple:
+    return jax.vjp(lambda rows, shared: f(*rows, *shared), *saved)[1](g)
+
+
+_values_of.defvjp(_forward, _backward)
+
+
+def _tiled(compute: Callable[[tuple, tuple], Array], f: Callable[..., Array], rows: tuple, shared: tuple) -> Array:
+    """The values of compute(rows, shared) with the derivatives of f(*rows, *shared)."""
+    return cast(Array, _values_of(compute, f, rows, shared))
+
+
+def _padded(x: Array, tile: int) -> Array:
+    return jnp.pad(x, [(0, -x.shape[0] % tile)] + [(0, 0)] * (x.ndim - 1))
+
+
+def _some_integer(x: Array) -> Array:
+    """One that the compiler cannot know, from a floating array."""
+    return lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+
+
+def _in_turn(f: Callable[..., Array], tile: int, rows: tuple, shared: tuple) -> Array:
+    """Tiles one after the other, even a single one in a loop whose number of turns the compiler cannot know: so it cannot fuse
+    a tile with what stands around it."""
+    count = rows[0].shape[0]
+    padded = [_padded(x, tile) for x in rows]
+    tiles = padded[0].shape[0] // tile
+
+    def turn(i: Array, y: Array) -> Array:
+        part = [lax.dynamic_slice_in_dim(x, i * tile, tile) for x in padded]
+        return lax.dynamic_update_slice_in_dim(y, f(*part, *shared), i * tile, 0)
+
+    out = jax.eval_shape(f, *(x[:tile] for x in padded), *shared)
+    empty = jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype)
+    turns = lax.clamp(jnp.int32(tiles), _some_integer(padded[0]), jnp.int32(tiles))
+    return lax.fori_loop(0, turns, turn, empty)[:count]
+
+
+def _side_by_side(x: Array, weight: Array) -> Array:
+    """Float32 tiles as one sum of products, `[tiles, out, rows of a tile]`: the weight is read once, and a tile's bits are those of a
+    tile alone, which the tests check: how many tiles there are does not change how the library cuts one.
+
+    A single tile has no axis of tiles: jaxlib 0.10.2 gives wrong numbers where that has the length one. The branch that is always
+    taken keeps the compiler from fusing anything with the sum.
+    """
+    tiles = _padded(x, FLOAT32_TILE).reshape(-1, FLOAT32_TILE, x.shape[1])
+    if tiles.shape[0] == 1:
+        tiles = tiles[0]
+        sums = lambda tile, weight: jnp.sum(weight[:, None, :] * tile[None], axis=-1)
+    else:
+        sums = lambda tiles, weight: jnp.sum(weight[None, :, None, :] * tiles[:, None], axis=-1)
+    out = jax.eval_shape(sums, tiles, weight)
+    taken = (_some_integer(tiles) | 1) != 0
+    y = lax.cond(taken, sums, lambda *_: jnp.zeros(out.shape, out.dtype), tiles, weight)
+    return y.swapaxes(-1, -2).reshape(-1, weight.shape[0])[: x.shape[0]]
+
+
+def _tiled_product(x: Array, weight: Array) -> Array:
+    if x.dtype != jnp.float32:
+        return in_row_tiles(_product, (x,), (weight,))
+
+    def compute(rows: tuple, shared: tuple) -> Array:
+        in_turn = lambda *args: _in_turn(_product, FLOAT32_TILE, args[:1], args[1:])
+        if not SUMS_ARE_FAST or weight.shape[0] == 1:
+            return in_turn(*rows, *shared)
+        return lax.platform_dependent(*rows, *shared, cpu=_side_by_side, default=in_turn)
+
+    return _tiled(compute, _product, (x,), (weight,))
+
+
+def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, *, deterministic: bool = False) -> Array:
+    """x times the transposed weight, plus the bias.
+
+    Args:
+      x: inputs, of the weight's dtype.
+      weight: `[*out, in]`; any number of output axes.
+      bias: `[*out]` or None.
+      deterministic: compute in fixed row tiles; a row's bits then do not depend on the number of tokens.
+
+    Returns:
+      `[tokens, *out]` in x's dtype.
+    """
+    flat = weight.reshape(-1, weight.shape[-1])
+    y = _tiled_product(x, flat) if deterministic else _product(x, flat)
+    y = y.reshape(x.shape[0], *weight.shape[:-1])
+    return y if bias is None else y + bias[None]

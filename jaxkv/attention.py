@@ -27,6 +27,7 @@ class AttentionSpec:
     soft_cap: float | None = None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """Causal attention within `batch` whole sequences of `seq` tokens.
@@ -38,10 +39,10 @@ class Dense:
       implementation: of the attention kernel, in deterministic mode.
     """
 
-    batch: int
-    seq: int
-    deterministic: bool = False
-    implementation: str | None = None
+    batch: int = dataclasses.field(metadata={"static": True})
+    seq: int = dataclasses.field(metadata={"static": True})
+    deterministic: bool = dataclasses.field(default=False, metadata={"static": True})
+    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(self, spec: AttentionSpec, q: Array, k: Array, v: Array, pages: Pages | None) -> tuple[Array, Pages | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> context like q; pages pass through."""

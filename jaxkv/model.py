@@ -19,6 +19,9 @@ from jaxkv.pages import Pages
 from jaxkv.products import linear
 
 Attend = Callable[[AttentionSpec, Array, Array, Array, Any], tuple[Array, Any]]
+"""`Dense` or `Paged`, or another pytree that can be called so."""
+Angles = tuple[Array, Array] | None
+"""cos and sin of each token's rotary angles, None in a layer without rotation."""
 
 
 def _norm(config: ModelConfig, kind: str | None = None, size: int | None = None) -> Norm:
@@ -42,9 +45,9 @@ class Attention(nnx.Module):
         self.k_norm = _norm(c, "rms", c.head_dim) if c.qk_norm else None
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], tables: dict, attend: Attend, pages: Pages | None, deterministic: bool
+        self, x: Float[Array, "tokens hidden"], angles: Angles, attend: Attend, pages: Pages | None, deterministic: bool
     ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
-        """Attention's contribution to the residual stream, and the pages with the new tokens in; `tables` by `Rope`."""
+        """Attention's contribution to the residual stream, and the pages with the new tokens in."""
         c, tokens = self.config, x.shape[0]
         qkv = linear(x, value(self.qkv), optional(self.qkv_bias), deterministic=deterministic)
         q = qkv[:, :, : c.q_per_kv].reshape(tokens, c.num_heads, c.head_dim)
@@ -52,8 +55,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q, deterministic=deterministic)
             k = self.k_norm(k, deterministic=deterministic)
-        if self.rope is not None:
-            q, k = rotate(q, tables[self.rope]), rotate(k, tables[self.rope])
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
         with jax.named_scope("attend"):
             context, pages = attend(self.spec, q, k, v, pages)
         out = linear(context.reshape(tokens, -1), value(self.out), optional(self.out_bias), deterministic=deterministic)
@@ -71,14 +74,14 @@ class Layer(nnx.Module):
         self.attention_out_norm, self.mlp_out_norm = (_norm(config), _norm(config)) if sandwich else (None, None)
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], tables: dict, attend: Attend, pages: Pages | None, deterministic: bool = False
+        self, x: Float[Array, "tokens hidden"], angles: Angles, attend: Attend, pages: Pages | None, deterministic: bool = False
     ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
         """The residual stream behind the layer, and the pages with the new tokens in."""
         block = self.config.block
 
         def attention(y: Array) -> tuple[Array, Pages | None]:
             with jax.named_scope("attention"):
-                return self.attention(y, tables, attend, pages, deterministic)
+                return self.attention(y, angles, attend, pages, deterministic)
 
         def mlp(y: Array) -> Array:
             with jax.named_scope("mlp"):
@@ -160,13 +163,13 @@ class Decoder(nnx.Module):
                 x = linear(x, value(self.project_in), deterministic=deterministic)
             if self.position_embed is not None:
                 x = x + value(self.position_embed).at[positions + c.position_offset].get(mode="clip")
-            tables = {r: rotary_tables(r, positions) for r in (c.rope, c.local_rope) if r is not None}
+            angles = {r: rotary_tables(r, positions) for r in (c.rope, c.local_rope) if r is not None}
         new_pages = []
         for i, layer in enumerate(self.layers):
-            run = functools.partial(_run_layer, attend, deterministic, tables)  # no argument: checkpoint cannot sort its keys
+            run = functools.partial(_run_layer, deterministic=deterministic)
             run = jax.checkpoint(run) if remat else run
             with jax.named_scope(f"layer_{i}"):
-                x, kept = run(layer, x, None if pages is None else pages[i])
+                x, kept = run(layer, x, angles.get(layer.attention.rope), attend, None if pages is None else pages[i])
             new_pages.append(kept)
         x = x if self.final_norm is None else self.final_norm(x, deterministic=deterministic)
         return x, None if pages is None else tuple(new_pages)
@@ -203,10 +206,12 @@ class Decoder(nnx.Module):
         return self.logits(hidden).reshape(batch, seq, -1)
 
 
+@functools.partial(jax.jit, static_argnames="deterministic")
 def _run_layer(
-    attend: Attend, deterministic: bool, tables: dict, layer: Layer, x: Array, pages: Pages | None
+    layer: Layer, x: Array, angles: Angles, attend: Attend, pages: Pages | None, *, deterministic: bool
 ) -> tuple[Array, Pages | None]:
-    return layer(x, tables, attend, pages, deterministic)
+    """A function of its own under jit, so that layers alike are traced once; the compiler puts it in line again."""
+    return layer(x, angles, attend, pages, deterministic)
 
 
 def parameters_nbytes(model: Decoder) -> int:

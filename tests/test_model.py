@@ -132,7 +132,7 @@ def test_layers_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch):
     traced = []
     call = Layer.__call__
     monkeypatch.setattr(Layer, "__call__", lambda self, *args: traced.append(self) or call(self, *args))
-    model = decoders.decoder("window", num_layers=6)  # full and sliding layers in turn
+    model = decoders.decoder("window", num_layers=6, windows=(None, 4) * 3)
     jax.jit(model).lower(decoders.random_tokens(0, 1, 9))
     assert len(model.layers) == 6
     assert len(traced) == 2

@@ -30,13 +30,14 @@ def _block_gradients(problem, options, geo, grouped, block):
     kv_heads = problem.k_pages.shape[1]
     batch = problem.q.shape[0]
     blocks = jnp.full(batch, block)
-    rows = xla.row_indices(blocks, problem.k_pages.shape, problem.block_tables, lax.iota(jnp.int32, batch))
-    seen = xla.visible(blocks, geo, kv_heads, problem.q.shape[2] // kv_heads)
+    rows = xla.row_indices(blocks, xla.BLOCK_TOKENS, problem.k_pages.shape, problem.block_tables, lax.iota(jnp.int32, batch))
+    seen = xla.visible(blocks, xla.BLOCK_TOKENS, geo, kv_heads, problem.q.shape[2] // kv_heads)
     live = jnp.any(seen, axis=1)
 
     def load(pages, scales):
-        x = xla.gather_block(pages, rows).astype(jnp.float32)
-        x = x if scales is None else x * xla.gather_block(scales, rows)[:, :, None]
+        gather = lambda x: xla.gather_block(x, rows, xla.BLOCK_TOKENS)
+        x = gather(pages).astype(jnp.float32)
+        x = x if scales is None else x * gather(scales)[:, :, None]
         return jnp.where(live[:, :, None], x, 0.0)
 
     k, v = load(problem.k_pages, problem.k_scales), load(problem.v_pages, problem.v_scales)
@@ -92,7 +93,7 @@ def paged_attention_gradient(
             dv_pool = _scatter_add(dv_pool, rows, live, dv, kv_heads)
         return dq + dq_block, dk_pool, dv_pool
 
-    begin, end = geo.blocks()
+    begin, end = geo.blocks(xla.BLOCK_TOKENS)
     held = begin < end
     first, behind = jnp.min(jnp.where(held, begin, jnp.iinfo(jnp.int32).max)), jnp.max(jnp.where(held, end, 0))
     dq, dk_pool, dv_pool = lax.fori_loop(first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool))

@@ -78,6 +78,16 @@ def test_batch_mates_on_other_head_counts(kv_heads, q_per_kv, deterministic):
         assert bits(batch) == alone, f"batch {batch}"
 
 
+def test_batch_mates_of_a_row_with_many_queries():
+    def bits(batch, **changes):
+        case, at = rows(batch, queries=100, **changes)
+        return tuple(x[at].tobytes() for x in run(case, "xla"))
+
+    alone = bits(1)
+    for batch, changes in ((2, {}), (8, {"widen": 4}), (1, {"page_size": 3})):
+        assert bits(batch, **changes) == alone, f"batch {batch}, {changes}"
+
+
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
 def test_page_size(implementation):
     def bits(page_size):

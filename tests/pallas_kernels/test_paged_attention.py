@@ -8,6 +8,8 @@ import pytest
 from kernel_calls import check, run
 from kernel_oracle import make_case
 
+from pallas_kernels.paged_attention_xla import MANY_QUERY_HEADS
+
 ON_GPU = jax.default_backend() == "gpu"
 IMPLEMENTATIONS = ("xla", *([pytest.param("triton", id="triton-gpu")] if ON_GPU else ["triton_interpret"]))
 
@@ -43,6 +45,19 @@ def test_options_in_pairs_on_xla(names):
 )
 def test_options_in_pairs_on_the_kernel(names):
     check_options("triton" if ON_GPU else "triton_interpret", names)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24, 256, 512])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 200}, {"page_dtype": "int8", "sinks": True}], ids=str)
+def test_so_many_queries_that_xla_takes_longer_blocks(page_size, options):
+    assert MANY_QUERY_HEADS <= 130 * 2
+    lengths = (0, 1, 255, 256, 257, 700)
+    check(
+        make_case(
+            lengths=lengths, queries=130, num_queries=(0, 1, 130, 129, 3, 130), q_per_kv=2, page_size=page_size, **options
+        ),
+        "xla",
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

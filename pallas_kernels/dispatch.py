@@ -27,7 +27,8 @@ def _refusal(
         if name == "triton" and jnp.dtype(page_dtype).name == "float8_e4m3fn" and generation_of(capability) == "sm_80":
             return f"float8_e4m3fn pages need compute capability 9.0, this GPU has {capability}; use float8_e5m2 or int8"
     if name.startswith("mosaic"):
-        return mosaic_refusal(shape[3], shape[2], page_dtype)
+        generation = generation_of(capability) if name == "mosaic" and capability is not None else None
+        return mosaic_refusal(shape[3], shape[2], page_dtype, generation)
     return None
 
 

@@ -38,8 +38,10 @@ _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 _LOG2E = math.log2(math.e)
 
 
-def mosaic_refusal(head_dim: int, page_size: int, page_dtype: jax.typing.DTypeLike) -> str | None:
-    """Why the Mosaic kernel cannot take this call, or None."""
+def mosaic_refusal(
+    head_dim: int, page_size: int, page_dtype: jax.typing.DTypeLike, generation: str | None = None
+) -> str | None:
+    """Why the Mosaic kernel cannot take this call on a GPU of `generation` (None: on any), or None."""
     if jax.__version_info__ < (0, 11):
         return f"it needs jax 0.11 or later (plgpu.mma), this is {jax.__version__}"
     if jnp.dtype(page_dtype).name not in ("bfloat16", "float16"):
@@ -48,6 +50,8 @@ def mosaic_refusal(head_dim: int, page_size: int, page_dtype: jax.typing.DTypeLi
         return f"it takes head_dim in multiples of 32 up to 256, got {head_dim}; use 'triton'"
     if page_size < 8 or (BLOCK_TOKENS % page_size and page_size % BLOCK_TOKENS):
         return f"it takes page sizes 8, 16 and multiples of {BLOCK_TOKENS}, got {page_size}; use 'triton'"
+    if generation == "sm_80" and page_size == 8 and head_dim % 64:  # one cp.async fills four tiles of 8 x 16
+        return f"with compute capability 8.x it takes pages of 8 tokens for multiples of 64 in head_dim, got {head_dim}; use 'triton'"
     return None
 
 
@@ -62,7 +66,7 @@ def _tile_width(plan: Plan, config: KernelConfig) -> int:
     for width in (64, 32, 16):
         if plan.head_dim % width == 0 and (config.generation != "sm_80" or rows * (plan.head_dim // width) % 4 == 0):
             return width
-    raise NotImplementedError(f"no tiling of pages of {plan.page_size} x {plan.head_dim} for {config.generation}; use 'triton'")
+    raise AssertionError(f"pages of {plan.page_size} x {plan.head_dim} should have been refused for {config.generation}")
 
 
 def block_part(plan: Plan, block, i: int, lo, hi):

@@ -53,10 +53,11 @@ def test_a_row_alone_and_among_others():
         (64, 24, "bfloat16", "page sizes.*24"),
         (64, 16, "float32", "float32"),
         (64, 16, "int8", "int8"),
+        (96, 8, "bfloat16", "8 tokens.*96"),
     ],
 )
 def test_refusals_name_the_way_out(head_dim, page_size, dtype, message):
-    reason = mosaic_refusal(head_dim, page_size, dtype)
+    reason = mosaic_refusal(head_dim, page_size, dtype, "sm_80")
     if jax.__version_info__ < (0, 11):
         assert "jax 0.11" in reason
     else:

@@ -127,45 +127,43 @@ def _padded(x: Array, tile: int) -> Array:
     return jnp.pad(x, [(0, -x.shape[0] % tile)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _some_integer(x: Array) -> Array:
-    """One that the compiler cannot know, from a floating array."""
-    return lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+def _apart(f: Callable[..., Array], *args: Array) -> Array:
+    """f(*args), with which the compiler cannot fuse anything around it: in a branch that is always taken, which it cannot know.
+    The first argument is floating."""
+    something = lax.bitcast_convert_type(args[0].reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    out = jax.eval_shape(f, *args)
+    return lax.cond((something | 1) != 0, f, lambda *_: jnp.zeros(out.shape, out.dtype), *args)
 
 
 def _in_turn(f: Callable[..., Array], tile: int, rows: tuple, shared: tuple) -> Array:
-    """Tiles one after the other, even a single one in a loop whose number of turns the compiler cannot know: so it cannot fuse
-    a tile with what stands around it."""
+    """Tiles one after the other. Each is taken out of the rows before `f` sees it: what the compiler makes of `f` is then the same
+    for the only tile as for one of many."""
     count = rows[0].shape[0]
     padded = [_padded(x, tile) for x in rows]
     tiles = padded[0].shape[0] // tile
 
     def turn(i: Array, y: Array) -> Array:
         part = [lax.dynamic_slice_in_dim(x, i * tile, tile) for x in padded]
-        return lax.dynamic_update_slice_in_dim(y, f(*part, *shared), i * tile, 0)
+        return lax.dynamic_update_slice_in_dim(y, _apart(f, *part, *shared), i * tile, 0)
 
     out = jax.eval_shape(f, *(x[:tile] for x in padded), *shared)
-    empty = jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype)
-    turns = lax.clamp(jnp.int32(tiles), _some_integer(padded[0]), jnp.int32(tiles))
-    return lax.fori_loop(0, turns, turn, empty)[:count]
+    return lax.fori_loop(0, tiles, turn, jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype))[:count]
 
 
 def _side_by_side(x: Array, weight: Array) -> Array:
-    """Float32 tiles as one sum of products, `[tiles, out, rows of a tile]`: the weight is read once, and a tile's bits are those of a
+    """Float32 tiles as one sum of products with an axis of tiles: the weight is read once, and a tile's bits are those of a
     tile alone, which the tests check: how many tiles there are does not change how the library cuts one.
 
-    A single tile has no axis of tiles: jaxlib 0.10.2 gives wrong numbers where that has the length one. The branch that is always
-    taken keeps the compiler from fusing anything with the sum.
+    A single tile has no axis of tiles: jaxlib 0.10.2 gives wrong numbers where that has the length one.
     """
     tiles = _padded(x, FLOAT32_TILE).reshape(-1, FLOAT32_TILE, x.shape[1])
     if tiles.shape[0] == 1:
-        tiles = tiles[0]
-        sums = lambda tile, weight: jnp.sum(weight[:, None, :] * tile[None], axis=-1)
+        y = _apart(lambda tile, weight: jnp.sum(weight[:, None, :] * tile[None], axis=-1).T, tiles[0], weight)
     else:
-        sums = lambda tiles, weight: jnp.sum(weight[None, :, None, :] * tiles[:, None], axis=-1)
-    out = jax.eval_shape(sums, tiles, weight)
-    taken = (_some_integer(tiles) | 1) != 0
-    y = lax.cond(taken, sums, lambda *_: jnp.zeros(out.shape, out.dtype), tiles, weight)
-    return y.swapaxes(-1, -2).reshape(-1, weight.shape[0])[: x.shape[0]]
+        y = _apart(
+            lambda tiles, weight: jnp.sum(weight[None, :, None, :] * tiles[:, None], axis=-1).swapaxes(1, 2), tiles, weight
+        )
+    return y.reshape(-1, weight.shape[0])[: x.shape[0]]
 
 
 def _tiled_product(x: Array, weight: Array) -> Array:

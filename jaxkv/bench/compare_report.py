@@ -126,6 +126,9 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
 def _dots(ax: Any, part: dict[str, Any], kind: str, names: list[str]) -> None:
     speed, limit, *_ = FIGURES[kind]
     cells = [cell for cell in part["cells"] if (cell["kind"] == "ragged") == (kind == "ragged")]
+    if not cells:
+        ax.set_axis_off()
+        return
     for i, name in enumerate(names):
         there = [(x, cell["engines"][name][speed]) for x, cell in enumerate(cells) if name in cell["engines"]]
         at = [x - 0.4 + 0.8 * (i + 0.5) / len(names) for x, _ in there]

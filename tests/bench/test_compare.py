@@ -12,6 +12,7 @@ from tiny import save_model
 
 import jaxkv
 from jaxkv.bench import compare
+from jaxkv.bench.compare_report import plot
 from jaxkv.bench.engines import OURS, PEERS, Choice, Engine, EngineError, Missing, known, start
 from jaxkv.bench.limits import Speed
 from jaxkv.bench.workloads import equal, measure_equal, measure_ragged, ragged, same_tokens
@@ -267,3 +268,12 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_plot_of_dtypes_with_different_workloads(tmp_path: Path) -> None:
+    """Regression: the documentation's own figures, whose ragged requests ran in one dtype, could not be drawn."""
+    report = json.loads((Path(__file__).parents[2] / "docs" / "compare.json").read_text())
+    assert [any(cell["kind"] == "ragged" for cell in part["cells"]) for part in report["dtypes"]] == [True, False]
+    plot(report, tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()  # a title is a comment beside its outlines
+    assert "decode, bfloat16" in drawn and "ragged, float32" in drawn and "ragged, bfloat16" not in drawn

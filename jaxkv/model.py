@@ -168,8 +168,9 @@ class Decoder(nnx.Module):
         for i, layer in enumerate(self.layers):
             run = functools.partial(_run_layer, deterministic=deterministic)
             run = jax.checkpoint(run) if remat else run
+            rope = layer.attention.rope
             with jax.named_scope(f"layer_{i}"):
-                x, kept = run(layer, x, angles.get(layer.attention.rope), attend, None if pages is None else pages[i])
+                x, kept = run(layer, x, None if rope is None else angles[rope], attend, None if pages is None else pages[i])
             new_pages.append(kept)
         x = x if self.final_norm is None else self.final_norm(x, deterministic=deterministic)
         return x, None if pages is None else tuple(new_pages)

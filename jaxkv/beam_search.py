@@ -24,9 +24,10 @@ from jaxtyping import Array, Float, Int
 from jaxkv.attention import Paged, Segment
 from jaxkv.beams import Beams, Rules, candidates, select
 from jaxkv.config import pages_for
-from jaxkv.generate import PREFILL_CHUNK, end_ids, pad_prompts
+from jaxkv.generate import end_ids, pad_prompts
 from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
+from jaxkv.run_state import Chunk
 from jaxkv.step import StepInputs, check_tokens, step
 
 
@@ -122,7 +123,7 @@ def beam_search(
     if jnp.shape(length_penalty) != ():
         raise ValueError(f"length_penalty must be one number, got shape {list(jnp.shape(length_penalty))}")
     width = prompts.shape[1]
-    chunk = min(PREFILL_CHUNK, -(-width // 16) * 16) if prefill_chunk is None else prefill_chunk
+    chunk = Chunk.holding(None, width, 1).tokens if prefill_chunk is None else prefill_chunk
     search = _Search(num_beams, max_new_tokens, num_return_sequences, chunk, implementation, deterministic)
     _check(search, page_size, eos.shape[0], model.config.vocab_size)
     check_tokens(jnp.where(jnp.arange(width)[None, :] < lengths[:, None], prompts, 0), model.config.vocab_size)
@@ -245,11 +246,11 @@ def _prefill(
 
 def _turn(model: Decoder, state: _State, eos: Array, search: _Search) -> _State:
     """Each beam's last token through the model, and a choice of the next; rows of prompts that are over take no part."""
-    beams, none = state.beams, jnp.zeros((), jnp.int32)
+    beams = state.beams
     last = beams.tokens[:, :, beams.count - 1].reshape(-1)
     count = jnp.repeat((~beams.over()).astype(jnp.int32), search.num_beams)
     cache = state.cache.allocate(count, max_tokens=1)
-    inputs = StepInputs(last, count, jnp.zeros(0, jnp.int32), none, none)
+    inputs = StepInputs.decode(last, count)
     logits, cache = step(model, cache, inputs, implementation=search.implementation, deterministic=search.deterministic)
     state = _State(cache, beams, state.steps + 1, jnp.maximum(state.peak_pages, _used(cache)))
     return _select(state, logits, eos, search)

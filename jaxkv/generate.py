@@ -19,16 +19,13 @@ from jaxkv.device_scheduler import advance
 from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
 from jaxkv.output_picture import output_svg
-from jaxkv.run_state import Job, Plan, Run, start
+from jaxkv.run_state import Chunk, Job, Plan, Run, start
 from jaxkv.sampling import Sampling
 from jaxkv.speculative import Draft, NGram, speculate, with_draft_pages
 from jaxkv.step import check_pool, check_tokens
 
 MAX_SEQS = 64
 """Rows of the batch unless `max_seqs` says otherwise."""
-
-PREFILL_CHUNK = 256
-"""Prompt tokens per step unless `prefill_chunk` says otherwise (fewer when no prompt is that long)."""
 
 
 class GenerateStats(NamedTuple):
@@ -305,7 +302,7 @@ def _prepare(
             if wrong.size:
                 raise ValueError(f"token_limits[{wrong[0]}] is {limits[wrong[0]]}, but must be 1 to max_new_tokens = {max_new}")
         limits = jnp.clip(limits, 1, max_new)
-    chunk = min(PREFILL_CHUNK, -(-width // 16) * 16) if prefill_chunk is None else prefill_chunk
+    chunk = Chunk.holding(prefill_chunk, width, max_seqs)
     greedy = sampling.always_greedy
     job = Job(prompts, lengths, limits, prompt_keys(key, num_prompts, greedy), sampling.per_row(num_prompts), end_ids(eos))
     plan = Plan(num_samples, chunk, not greedy, implementation, deterministic, on_token)

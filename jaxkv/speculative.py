@@ -29,7 +29,7 @@ from jaxkv.device_scheduler import choose, count_step, make_room, next_inputs, n
 from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
 from jaxkv.pages import Pages
-from jaxkv.run_state import Job, Plan, Run
+from jaxkv.run_state import Chunk, Job, Plan, Run
 from jaxkv.step import StepInputs
 
 
@@ -123,7 +123,7 @@ class Speculation:
     num_tokens: int
     max_ngram: int | None
 
-    def run_step(self, model: Decoder, job: Job, run: Run, plan: Plan, chunk: int) -> Run:
+    def run_step(self, model: Decoder, job: Job, run: Run, plan: Plan, chunk: Chunk) -> Run:
         """One step of the model, and the one or more tokens it gives to each row."""
         run = make_room(job, run, plan, chunk)
         inputs = next_inputs(job, run, plan, chunk)
@@ -140,7 +140,7 @@ class Speculation:
         count = jnp.where(jnp.sum(run.cache.pages_needed(wanted)) > run.cache.num_free, 0, count)
 
         num_tokens = inputs.num_tokens() + count
-        cache = run.cache.allocate(num_tokens, max_tokens=max(chunk, 1 + self.num_tokens))
+        cache = run.cache.allocate(num_tokens, max_tokens=max(chunk.tokens, 1 + self.num_tokens))
         if job.draft is not None:
             cache, guesses = self._draft(len(model.layers), job, run, plan, cache, inputs, count)
         cache = cache.advance(num_tokens)
@@ -196,8 +196,9 @@ class Speculation:
             return (token, pages), token
 
         own, pages = cache.pages[:own_layers], cache.pages[own_layers:]
-        if inputs.chunk_tokens.shape[0]:
-            _, pages = forward(inputs.chunk_tokens, _chunk_segment(cache, inputs, inputs.chunk_count), pages)
+        if inputs.chunk_rows.shape[0]:
+            chunk = inputs.chunk_segment(cache.advance(inputs.chunk_num_tokens()))
+            _, pages = forward(inputs.chunk_tokens.reshape(-1), chunk, pages)
         steps = jnp.arange(self.num_tokens + 1, dtype=jnp.int32)
         (_, pages), guesses = lax.scan(guess, (inputs.decode_tokens, pages), steps)
         return cache.with_pages(own + pages), guesses[:-1].T
@@ -212,19 +213,17 @@ class Speculation:
         seqs, queries = guesses.shape[0], 1 + self.num_tokens
         tokens = jnp.concatenate([inputs.decode_tokens[:, None], guesses], axis=1).reshape(-1)
         segments = [Segment(cache.block_tables, cache.lengths, inputs.decode_count + count, queries)]
-        if inputs.chunk_tokens.shape[0]:
-            tokens = jnp.concatenate([tokens, inputs.chunk_tokens])
-            segments.append(_chunk_segment(cache, inputs, 0))
+        if inputs.chunk_rows.shape[0]:
+            tokens = jnp.concatenate([tokens, inputs.chunk_tokens.reshape(-1)])
+            segments.append(inputs.chunk_segment(cache))
         options = {"implementation": plan.implementation, "deterministic": plan.deterministic}
         attend = Paged.over(tuple(segments), cache.page_size, **options)
         own, rest = cache.pages[: len(model.layers)], cache.pages[len(model.layers) :]
         hidden, pages = model.forward(tokens, attend.positions(), attend, own, deterministic=plan.deterministic)
         assert pages is not None
         last = hidden[: seqs * queries]
-        if inputs.chunk_tokens.shape[0]:
-            row = jnp.where(inputs.chunk_count > 0, inputs.chunk_row, seqs)
-            end = hidden[seqs * queries + jnp.maximum(inputs.chunk_count - 1, 0)]
-            last = last.at[row * queries].set(end, mode="drop")
+        if inputs.chunk_rows.shape[0]:
+            last = inputs.with_chunk_ends(last, hidden[seqs * queries :], stride=queries)
         logits = model.logits(last, deterministic=plan.deterministic)
         return logits.reshape(seqs, queries, -1), cache.with_pages(pages + rest)
 
@@ -249,9 +248,3 @@ class Speculation:
         lengths = run.cache.lengths - jnp.where(produced, count + 1 - jnp.sum(kept, axis=1, dtype=jnp.int32), 0)
         run = dataclasses.replace(run, cache=run.cache.truncate(lengths))
         return note(run, plan, chosen, request, position, kept.reshape(-1), index)
-
-
-def _chunk_segment(cache: PagedKVCache, inputs: StepInputs, ahead: Array | int) -> Segment:
-    """The prefill chunk; `ahead` counts its tokens if the cache's lengths do not yet."""
-    row = inputs.chunk_row[None]
-    return Segment(cache.block_tables[row], cache.lengths[row] + ahead, inputs.chunk_count[None], inputs.chunk_tokens.shape[0])

@@ -1,7 +1,12 @@
 """One step of the model through the cache, and `extend`, the step by hand.
 
-`step` runs decode rows and at most one prefill chunk through the layers together, so that the weights are read once; only
-attention tells the two apart. Everything that generates runs through here.
+`step` runs decode rows and a chunk of prompts through the layers together, so that the weights are read once; only attention
+tells the two apart. The chunk is cut into pieces, each of them of one row, so that several short prompts fill it together:
+
+    decode_tokens   row 0 | row 1 |  -  |  -  | row 4           one token each
+    chunk_tokens    row 2 . . . . | row 2 . . | row 3 . . .     pieces of one width; a row's pieces follow one another
+
+Everything that generates runs through here.
 """
 
 import dataclasses
@@ -11,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention import Paged, Segment
 from jaxkv.config import pages_for
@@ -27,23 +32,52 @@ class StepInputs:
     Attributes:
       decode_tokens: i32[seqs], the next token of each row.
       decode_count: i32[seqs], 1 where the row takes part, else 0.
-      chunk_tokens: i32[chunk], a piece of one row's prompt; chunk may be 0.
-      chunk_row: i32[], that row (its decode_count is 0).
-      chunk_count: i32[], how many of the chunk's first tokens are real.
+      chunk_tokens: i32[pieces, width], pieces of rows' prompts; there may be none.
+      chunk_rows: i32[pieces], the row of each (whose decode_count is 0). Of a row's pieces the earlier stands first.
+      chunk_counts: i32[pieces], how many of each piece's first tokens are real; 0 leaves the row it names alone.
     """
 
     decode_tokens: Int[Array, " seqs"]
     decode_count: Int[Array, " seqs"]
-    chunk_tokens: Int[Array, " chunk"]
-    chunk_row: Int[Array, ""]
-    chunk_count: Int[Array, ""]
+    chunk_tokens: Int[Array, "pieces width"]
+    chunk_rows: Int[Array, " pieces"]
+    chunk_counts: Int[Array, " pieces"]
+
+    @classmethod
+    def decode(cls, tokens: Int[Array, " seqs"], count: Int[Array, " seqs"]) -> "StepInputs":
+        """A step of decode rows alone."""
+        none = jnp.zeros(0, jnp.int32)
+        return cls(tokens, count, none[:, None], none, none)
+
+    def chunk_num_tokens(self) -> Int[Array, " seqs"]:
+        """The chunk's tokens per row."""
+        return jnp.zeros_like(self.decode_count).at[self.chunk_rows].add(self.chunk_counts, mode="drop")
 
     def num_tokens(self) -> Int[Array, " seqs"]:
         """New tokens per row."""
-        if self.chunk_tokens.shape[0] == 0:
-            return self.decode_count
-        row = jnp.arange(self.decode_count.shape[0])
-        return self.decode_count + jnp.where(row == self.chunk_row, self.chunk_count, 0)
+        return self.decode_count if self.chunk_rows.shape[0] == 0 else self.decode_count + self.chunk_num_tokens()
+
+    def _later(self) -> Bool[Array, "pieces pieces"]:
+        """Which pieces (second axis) come after each (first axis) in the same row, with a token in them."""
+        piece = jnp.arange(self.chunk_rows.shape[0])
+        same = self.chunk_rows[None, :] == self.chunk_rows[:, None]
+        return same & (piece[None, :] > piece[:, None]) & (self.chunk_counts > 0)[None, :]
+
+    def chunk_segment(self, cache: PagedKVCache) -> Segment:
+        """Where the chunk attends, given a cache whose lengths count its tokens."""
+        rows = self.chunk_rows
+        ends = cache.lengths[rows] - jnp.sum(jnp.where(self._later(), self.chunk_counts[None, :], 0), axis=1)
+        return Segment(cache.block_tables[rows], ends, self.chunk_counts, queries=self.chunk_tokens.shape[1])
+
+    def with_chunk_ends(
+        self, last: Float[Array, "places hidden"], chunk: Float[Array, "chunk hidden"], stride: int = 1
+    ) -> Float[Array, "places hidden"]:
+        """`last`, with the chunk's last hidden state of each row that it has tokens of at place row * stride."""
+        pieces, width = self.chunk_tokens.shape
+        ends = (self.chunk_counts > 0) & ~jnp.any(self._later(), axis=1)
+        place = jnp.where(ends, self.chunk_rows * stride, last.shape[0])
+        end = jnp.arange(pieces) * width + jnp.maximum(self.chunk_counts - 1, 0)
+        return last.at[place].set(chunk[end], mode="drop")
 
 
 def step(
@@ -54,7 +88,7 @@ def step(
     implementation: str | None = None,
     deterministic: bool = False,
 ) -> tuple[Float[Array, "seqs vocab"], PagedKVCache]:
-    """Decode rows and one prefill chunk through the model.
+    """Decode rows and a chunk of prompts through the model.
 
     The pages for the new tokens must have been allocated; a row that could not get them must not take part.
 
@@ -69,20 +103,16 @@ def step(
       Logits of each row's last new token (of rows without new tokens: unspecified), and the cache.
     """
     cache = cache.advance(inputs.num_tokens())
-    seqs, chunk = inputs.decode_tokens.shape[0], inputs.chunk_tokens.shape[0]
+    seqs, pieces = inputs.decode_tokens.shape[0], inputs.chunk_rows.shape[0]
     tokens = inputs.decode_tokens
     segments = [Segment(cache.block_tables, cache.lengths, inputs.decode_count, queries=1)]
-    if chunk:
-        tokens = jnp.concatenate([tokens, inputs.chunk_tokens])
-        row = inputs.chunk_row[None]
-        segments.append(Segment(cache.block_tables[row], cache.lengths[row], inputs.chunk_count[None], queries=chunk))
+    if pieces:
+        tokens = jnp.concatenate([tokens, inputs.chunk_tokens.reshape(-1)])
+        segments.append(inputs.chunk_segment(cache))
     attend = Paged.over(tuple(segments), cache.page_size, implementation=implementation, deterministic=deterministic)
     hidden, pages = model.forward(tokens, attend.positions(), attend, cache.pages, deterministic=deterministic)
     assert pages is not None
-    last = hidden[:seqs]
-    if chunk:
-        row = jnp.where(inputs.chunk_count > 0, inputs.chunk_row, seqs)  # an empty chunk must not touch the row it names
-        last = last.at[row].set(hidden[seqs + jnp.maximum(inputs.chunk_count - 1, 0)], mode="drop")
+    last = inputs.with_chunk_ends(hidden[:seqs], hidden[seqs:]) if pieces else hidden[:seqs]
     return model.logits(last, deterministic=deterministic), cache.with_pages(pages)
 
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import generation_of, kernel_config
+from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import IMPLEMENTATIONS, AttentionOptions
 from pallas_kernels.paged_attention_mosaic import mosaic_config, mosaic_refusal, paged_attention_mosaic
 from pallas_kernels.paged_attention_triton import paged_attention_triton
-from pallas_kernels.paged_attention_xla import Problem, paged_attention_xla
+from pallas_kernels.paged_attention_xla import paged_attention_xla
 
 # The interpreter of Mosaic knows copies with a barrier only, as from sm_90 on.
 _INTERPRETED_GENERATION = "sm_90"

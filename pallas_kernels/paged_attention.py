@@ -13,9 +13,9 @@ import numpy as np
 
 from pallas_kernels import options as opts
 from pallas_kernels.dispatch import choose_implementation, run_implementation
+from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_grad import paged_attention_gradient
-from pallas_kernels.paged_attention_xla import Problem
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import paged_attention_xla as xla
+from pallas_kernels.key_blocks import Problem, gather_block, geometry, group_queries, row_indices, ungroup_queries, visible
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_attention_xla import BLOCK_TOKENS, scores
 
 
 def _scatter_add(total: jax.Array, rows: jax.Array, live: jax.Array, update: jax.Array, kv_heads: int) -> jax.Array:
@@ -30,19 +31,19 @@ def _block_gradients(problem, options, geo, grouped, block):
     kv_heads = problem.k_pages.shape[1]
     batch = problem.q.shape[0]
     blocks = jnp.full(batch, block)
-    rows = xla.row_indices(blocks, xla.BLOCK_TOKENS, problem.k_pages.shape, problem.block_tables, lax.iota(jnp.int32, batch))
-    seen = xla.visible(blocks, xla.BLOCK_TOKENS, geo, kv_heads, problem.q.shape[2] // kv_heads)
+    rows = row_indices(blocks, BLOCK_TOKENS, problem.k_pages.shape, problem.block_tables, lax.iota(jnp.int32, batch))
+    seen = visible(blocks, BLOCK_TOKENS, geo, kv_heads, problem.q.shape[2] // kv_heads)
     live = jnp.any(seen, axis=1)
 
     def load(pages, scales):
-        gather = lambda x: xla.gather_block(x, rows, xla.BLOCK_TOKENS)
+        gather = lambda x: gather_block(x, rows, BLOCK_TOKENS)
         x = gather(pages).astype(jnp.float32)
         x = x if scales is None else x * gather(scales)[:, :, None]
         return jnp.where(live[:, :, None], x, 0.0)
 
     k, v = load(problem.k_pages, problem.k_scales), load(problem.v_pages, problem.v_scales)
     product = lambda spec, a, b: jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
-    s = xla.scores(q, k, None, options)
+    s = scores(q, k, None, options)
     p = jnp.where(seen, jnp.exp(s - lse[:, :, None]), 0.0)
     ds = p * (product("nmd,ntd->nmt", dout, v) - delta[:, :, None] + dlse[:, :, None])
     if options.logits_soft_cap is not None:
@@ -53,7 +54,7 @@ def _block_gradients(problem, options, geo, grouped, block):
 
 
 def paged_attention_gradient(
-    problem: xla.Problem,
+    problem: Problem,
     options: AttentionOptions,
     results: tuple[jax.Array, jax.Array],
     cotangents: tuple[jax.Array, jax.Array],
@@ -70,17 +71,17 @@ def paged_attention_gradient(
     """
     batch, queries, heads, _ = problem.q.shape
     num_pages, kv_heads, page_size, head_dim = problem.k_pages.shape
-    geo = xla.geometry(
+    geo = geometry(
         queries, problem.lengths, problem.num_queries, options.sliding_window, problem.block_tables.shape[1] * page_size
     )
     alive = (geo.last >= 0)[:, :, None]
     f32 = lambda x: jnp.where(alive[..., None] if x.ndim == 4 else alive, x.astype(jnp.float32), 0.0)
     q, out, lse, dout, dlse = (f32(x) for x in (problem.q, *results, *cotangents))
     delta = jnp.sum(out * dout, axis=-1)
-    grouped = tuple(xla.group_queries(x, kv_heads) for x in (q, dout))
-    flat = tuple(xla.group_queries(x[..., None], kv_heads)[..., 0] for x in (delta, lse, dlse))
+    grouped = tuple(group_queries(x, kv_heads) for x in (q, dout))
+    flat = tuple(group_queries(x[..., None], kv_heads)[..., 0] for x in (delta, lse, dlse))
     quantized = problem.k_scales is not None
-    row_tokens = math.gcd(page_size, xla.BLOCK_TOKENS)
+    row_tokens = math.gcd(page_size, BLOCK_TOKENS)
     pool = jnp.zeros((1, 1) if quantized else (num_pages * kv_heads * (page_size // row_tokens), row_tokens * head_dim))
     pool = pool.astype(jnp.float32)
 
@@ -93,11 +94,11 @@ def paged_attention_gradient(
             dv_pool = _scatter_add(dv_pool, rows, live, dv, kv_heads)
         return dq + dq_block, dk_pool, dv_pool
 
-    begin, end = geo.blocks(xla.BLOCK_TOKENS)
+    begin, end = geo.blocks(BLOCK_TOKENS)
     held = begin < end
     first, behind = jnp.min(jnp.where(held, begin, jnp.iinfo(jnp.int32).max)), jnp.max(jnp.where(held, end, 0))
     dq, dk_pool, dv_pool = lax.fori_loop(first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool))
-    dq = xla.ungroup_queries(dq, batch, queries).astype(problem.q.dtype)
+    dq = ungroup_queries(dq, batch, queries).astype(problem.q.dtype)
     dsinks = None
     if problem.sinks is not None:
         weight = jnp.where(alive, jnp.exp(problem.sinks.astype(jnp.float32)[None, None, :] - lse), 0.0)

@@ -29,9 +29,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.config import KernelConfig
+from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_triton import Plan, block_range, make_plan, tile_positions, ungroup
-from pallas_kernels.paged_attention_xla import Problem
 
 BLOCK_TOKENS, TILE_ROWS, STAGES = 32, 16, 2
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)

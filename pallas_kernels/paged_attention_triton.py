@@ -27,8 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.config import KernelConfig
+from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import INT32_MAX, AttentionOptions
-from pallas_kernels.paged_attention_xla import Problem
 
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 _LOG2E = math.log2(math.e)

@@ -1,19 +1,16 @@
 """Paged attention in plain XLA: the CPU's fast path, the fallback elsewhere, and the backward pass of every implementation.
 
-Every row splits its keys at multiples of a block's tokens, absolute positions, whatever its mates, table or page size, and combines
-its blocks in order by an online softmax in float32; so a row's bits depend on its own tokens only. One `while` loop runs over
-tiles of rows that still have a block, longest rows first:
+Every row splits its keys at multiples of a block's tokens, absolute positions, whatever its mates, table or page size. The blocks
+that rows hold form one line, first blocks first and within them the rows with most blocks first. A `while` loop takes so many from it
+a turn, each as a softmax of its own, in float32, and merges them into their rows' results, the first blocks first:
 
-    blocks held    row 5 |0|1|2|3|      turn 1: block 0 of rows 5, 2     turn 3: block 1 of rows 5, 2     turn 4: block 2 of 5, 2
-                   row 2 |0|1|2|        turn 2: block 0 of rows 0, 7     (row 0 has none, row 7 neither)  turn 5: block 3 of 5
+    blocks held    row 5 |0|1|2|3|      the line    | 5.0  2.0  0.0 | 7.0  5.1  2.1 | 5.2  2.2  5.3 |
+                   row 2 |0|1|2|                       first turn       second          third
                    row 0 |0|
-                   row 7 |0|            (tiles of two rows here)
+                   row 7 |0|            (three blocks a turn here; merged one after the other: 7.0 and then 5.1, 2.1)
 
-So the cost grows with the tokens held: not with the table's width, and not with the longest row's length for every row. Tiles are
-small enough for what they gather to stay in the processor's cache until it is used.
-
-Pages are gathered as 2-D rows of `gcd(page_size, BLOCK_TOKENS)` tokens (a view of the pool, never a copy): this form of the
-gather is a plain memory copy on CPU, and it keeps the split positions for any page size, odd ones included.
+So a row's bits depend on its own tokens only, and the cost grows with the tokens held: not with the table's width, and not with the
+longest row's length for every row. A turn is small enough for what it gathers to stay in the processor's cache until it is used.
 
 A zero probability times a NaN left in a dead slot is NaN. Masking V costs a pass over it, so the product is first made
 without, and made again with V masked only where the result is not finite; both products have the same bits otherwise.
@@ -21,14 +18,21 @@ without, and made again with V masked only where the result is not finite; both 
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import options as opts
+from pallas_kernels.key_blocks import (
+    Geometry,
+    Problem,
+    gather_block,
+    geometry,
+    group_queries,
+    row_indices,
+    take_rows,
+    ungroup_queries,
+    visible,
+)
 from pallas_kernels.options import AttentionOptions
 
 BLOCK_TOKENS = 64
@@ -36,103 +40,13 @@ LONG_BLOCK_TOKENS, MANY_QUERY_HEADS = 256, 256
 """Tokens of a block where so many query heads share a product, as in prefill: what is carried from block to block is then as large
 as a block's keys, and fewer blocks pass it on less often (a prompt of 1,024 tokens: 0.87 s instead of 1.04)."""
 
-TILE_BYTES = 2**20
-"""Keys that one turn gathers, at most: about what one core's L2 cache holds. At least one row."""
+TURN_BYTES = 3 * 2**19
+"""Keys that one turn gathers, at most: somewhat more than one core's L2 cache holds. At least one block."""
 
 MIN_PRODUCT_ROWS = 8
 """Query heads per product that deterministic mode aims for: with fewer, CPU products do not get faster."""
 
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
-
-
-class Problem(NamedTuple):
-    """One call in 4-D form: q [batch, queries, heads, head_dim], the rest as in the public operation."""
-
-    q: jax.Array
-    k_pages: jax.Array
-    v_pages: jax.Array
-    block_tables: jax.Array
-    lengths: jax.Array
-    num_queries: jax.Array
-    sinks: jax.Array | None
-    k_scales: jax.Array | None
-    v_scales: jax.Array | None
-
-
-class Geometry(NamedTuple):
-    """Per row and query: what each may see.
-
-    Attributes:
-      last: i32[batch, queries] own position of each query, -1 where it is dead.
-      first: i32[batch, queries] the earliest position it sees.
-    """
-
-    last: jax.Array
-    first: jax.Array
-
-    def blocks(self, block: int) -> tuple[jax.Array, jax.Array]:
-        """i32[batch] twice: the half-open range of blocks that any of a row's queries needs; empty for a dead row."""
-        end = (jnp.max(self.last, axis=1) + block) // block
-        first = jnp.where(self.last >= 0, self.first, jnp.iinfo(jnp.int32).max)
-        return jnp.minimum(jnp.min(first, axis=1) // block, end), end
-
-
-def geometry(queries: int, lengths: jax.Array, num_queries: jax.Array, window: int | None, max_tokens: int) -> Geometry:
-    """Positions of the queries `[batch, queries]`; lengths above `max_tokens` are cut to it."""
-    lengths = jnp.clip(lengths, 0, max_tokens)
-    index = lax.broadcasted_iota(jnp.int32, (lengths.shape[0], queries), 1)
-    own = lengths[:, None] - num_queries[:, None] + index
-    last = jnp.where((index < num_queries[:, None]) & (own >= 0) & (own < lengths[:, None]), own, -1)
-    first = jnp.zeros_like(last) if window is None else jnp.maximum(last - (window - 1), 0)
-    return Geometry(last, first)
-
-
-def row_indices(blocks: jax.Array, block: int, shape: tuple[int, ...], block_tables: jax.Array, owner: jax.Array) -> jax.Array:
-    """Rows of the 2-D view of a pool of `shape` that hold the tokens of block `blocks[i]`, i32[n], of row `owner[i]` of the tables:
-    i32[n, kv_heads, rows per block].
-
-    Table entries that are out of range are clamped, and so is the position behind the table's last page: what is read there
-    is masked later.
-    """
-    num_pages, kv_heads, page_size, _ = shape
-    row_tokens = math.gcd(page_size, block)
-    start = blocks[:, None] * block + (lax.iota(jnp.int32, block // row_tokens) * row_tokens)[None, :]
-    column = jnp.clip(start // page_size, 0, block_tables.shape[1] - 1)
-    page = jnp.clip(block_tables.at[owner[:, None], column].get(mode="promise_in_bounds"), 0, num_pages - 1)
-    head = lax.iota(jnp.int32, kv_heads)
-    sub = (start % page_size) // row_tokens
-    rows_per_page = page_size // row_tokens
-    return (page[:, None, :] * kv_heads + head[None, :, None]) * rows_per_page + sub[:, None, :]
-
-
-def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """x[rows] of a 2-D array, as a plain memory copy on CPU too.
-
-    The gather stands in a branch that is always taken. Outside of one, XLA on CPU fuses it with the reshape behind it and the
-    arithmetic of `rows` before it, and then copies number by number, at half the speed.
-
-    Narrow floats travel as integers: XLA on CPU turns a gather of bfloat16 into one of float32, and so converts the whole
-    array at every call. The barrier keeps that change of type inside a loop around it, where it costs nothing; hoisted out of the
-    loop it would be a copy of the array again.
-    """
-    dtype = jnp.dtype(x.dtype)
-    bits = opts.bits_of(dtype)
-    x, rows = lax.optimization_barrier((x, rows))
-
-    def gather(x: jax.Array, rows: jax.Array) -> jax.Array:
-        taken = lax.bitcast_convert_type(x, bits).at[rows].get(mode="promise_in_bounds")
-        return lax.bitcast_convert_type(taken, dtype)
-
-    return lax.cond(rows[0] >= 0, gather, lambda x, rows: jnp.zeros((rows.shape[0], x.shape[1]), dtype), x, rows)
-
-
-def gather_block(pages: jax.Array, rows: jax.Array, block: int) -> jax.Array:
-    """One block of a pool: [num_pages, kv_heads, page_size, *features] -> [batch * kv_heads, block, *features]."""
-    batch, kv_heads, _ = rows.shape
-    row_tokens = math.gcd(pages.shape[2], block)
-    features = pages.shape[3:]
-    taken = take_rows(pages.reshape(-1, row_tokens * math.prod(features)), rows.reshape(-1))
-    return taken.reshape(batch * kv_heads, block, *features)
 
 
 def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: AttentionOptions) -> jax.Array:
@@ -152,15 +66,6 @@ def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: Atten
     if options.logits_soft_cap is not None:
         s = options.logits_soft_cap * jnp.tanh(s / options.logits_soft_cap)
     return s
-
-
-def visible(blocks: jax.Array, block: int, geo: Geometry, kv_heads: int, q_per_kv: int) -> jax.Array:
-    """bool[batch * kv_heads, queries * q_per_kv, block]: which keys of each row's block each query sees."""
-    batch, queries = geo.last.shape
-    position = blocks[:, None, None] * block + lax.iota(jnp.int32, block)[None, None, :]
-    seen = (position <= geo.last[:, :, None]) & (position >= geo.first[:, :, None])
-    shape = (batch, kv_heads, queries, q_per_kv, block)
-    return lax.broadcast_in_dim(seen, shape, (0, 2, 4)).reshape(batch * kv_heads, queries * q_per_kv, block)
 
 
 def weighted_values(p: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
@@ -198,34 +103,36 @@ def decay_of(x: jax.Array) -> jax.Array:
     return (y * (r * r) + r + 1.0) * scale
 
 
-def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
-    """[batch, queries, heads, head_dim] -> [batch * kv_heads, queries * q_per_kv, head_dim]."""
-    batch, queries, heads, head_dim = q.shape
-    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    return q.transpose(0, 2, 1, 3, 4).reshape(batch * kv_heads, -1, head_dim)
-
-
-def ungroup_queries(x: jax.Array, batch: int, queries: int) -> jax.Array:
-    """[batch * kv_heads, queries * q_per_kv, ...] -> [batch, queries, heads, ...]: the inverse of group_queries."""
-    kv_heads, q_per_kv = x.shape[0] // batch, x.shape[1] // queries
-    x = x.reshape(batch, kv_heads, queries, q_per_kv, *x.shape[2:])
-    return jnp.moveaxis(x, 1, 2).reshape(batch, queries, kv_heads * q_per_kv, *x.shape[4:])
-
-
-def _attend_block(problem: Problem, options: AttentionOptions, q: jax.Array, rows: jax.Array, seen: jax.Array, carry: tuple):
-    """One block of each row into the online softmax; carry = (top, total [n, m], acc [n, m, head_dim]) with n = rows * kv_heads."""
-    top, total, acc = carry
+def _attend_blocks(
+    problem: Problem, options: AttentionOptions, q: jax.Array, rows: jax.Array, seen: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Blocks as if there were no others: the greatest score and the sum of exponentials f32[n, m], and values weighted by these
+    f32[n, m, head_dim]; q [n, m, head_dim], with n = blocks * kv_heads."""
     gather = lambda pages: gather_block(pages, rows, seen.shape[2])
     k_scale = None if problem.k_scales is None else gather(problem.k_scales)
     s = jnp.where(seen, scores(q, gather(problem.k_pages), k_scale, options), -jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-    p = jnp.exp(s - new_top[:, :, None])
-    decay = decay_of(top - new_top)
-    total = total * decay + tree_sum(p)
+    top = jnp.maximum(jnp.max(s, axis=-1), _LOWEST)
+    p = jnp.exp(s - top[:, :, None])
+    total = tree_sum(p)
     if problem.v_scales is not None:
         p = jnp.where(seen, p * gather(problem.v_scales)[:, None, :], 0.0)
-    pv = weighted_values(p.astype(q.dtype), gather(problem.v_pages).astype(q.dtype), seen)
-    return new_top, total, acc * decay[:, :, None] + pv
+    return top, total, weighted_values(p.astype(q.dtype), gather(problem.v_pages).astype(q.dtype), seen)
+
+
+def _merged(old: tuple, new: tuple) -> tuple:
+    """Two results of `_attend_blocks` as one."""
+    (top, total, acc), (new_top, new_total, new_acc) = old, new
+    highest = jnp.maximum(top, new_top)
+    decay, new_decay = decay_of(top - highest), decay_of(new_top - highest)
+    acc = acc * decay[..., None] + new_acc * new_decay[..., None]
+    return highest, total * decay + new_total * new_decay, acc
+
+
+def blocks_per_turn(rows: int, nbytes: int) -> int:
+    """How many blocks of `nbytes` are computed together. More save turns, but stay empty where the line is short; as measured: for
+    16 rows of 16 to 600 tokens SmolLM2's attention takes 25 ms with 12, 20 with 32; for one row of 64 tokens 0.6 with 1, 1.1 with 4.
+    """
+    return max(1, min(TURN_BYTES // nbytes, rows if rows <= 4 else 2 * rows))
 
 
 def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -234,45 +141,55 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     `owner` i32[rows] is each row's line of the block tables, which several rows may share.
     """
     count, queries, heads, head_dim = problem.q.shape
-    kv_heads = problem.k_pages.shape[1]
-    many = not options.deterministic and queries * heads // kv_heads >= MANY_QUERY_HEADS
-    block = LONG_BLOCK_TOKENS if many else BLOCK_TOKENS
-    most = max(1, TILE_BYTES // (kv_heads * block * head_dim * problem.k_pages.dtype.itemsize))
-    tiles = -(-count // most)
-    tile = -(-count // tiles)
-    padded = tiles * tile
+    _, kv_heads, page_size, _ = problem.k_pages.shape
+    m = queries * heads // kv_heads
+    block = LONG_BLOCK_TOKENS if not options.deterministic and m >= MANY_QUERY_HEADS else BLOCK_TOKENS
+    turn = blocks_per_turn(count, kv_heads * head_dim * max(block * problem.k_pages.dtype.itemsize, m * 4))
+    q = group_queries(problem.q, kv_heads).reshape(count, -1)
+
     begin, end = geo.blocks(block)
-    order = None if tiles == 1 else jnp.argsort(begin - end)
-    pad = lambda x, dead: jnp.pad(x, [(0, padded - count)] + [(0, 0)] * (x.ndim - 1), constant_values=dead)
-    permuted = lambda x, by: take_rows(x.reshape(x.shape[0], -1), by).reshape(by.shape[0], *x.shape[1:])
-    line = lambda x, dead: x if order is None else pad(x[order], dead)
-    held, begin, owner = line(end - begin, 0), line(begin, 0), line(owner, 0)
-    geo = Geometry(line(geo.last, -1), line(geo.first, 0))
-    q = group_queries(problem.q, kv_heads).reshape(count, kv_heads, -1, head_dim)
-    q = q if order is None else pad(permuted(q, order), 0)
-    shape = (padded, kv_heads, q.shape[2])
+    held = end - begin
+    order = jnp.argsort(-held).astype(jnp.int32)
+    levels = -(-problem.block_tables.shape[1] * page_size // block) + 1 + turn
+    before = jnp.sum(jnp.minimum(held[None, :], lax.iota(jnp.int32, levels)[:, None]), axis=1, dtype=jnp.int32)
+    nth = lax.iota(jnp.int32, turn)
 
-    def turn(state):
-        level, at, carry = state
-        part = lambda x: lax.dynamic_slice_in_dim(x, at, tile)
-        flat = lambda x: part(x).reshape(tile * kv_heads, *x.shape[2:])
-        blocks = part(begin) + level
-        rows = row_indices(blocks, block, problem.k_pages.shape, problem.block_tables, part(owner))
-        seen = visible(blocks, block, Geometry(part(geo.last), part(geo.first)), kv_heads, heads // kv_heads)
-        new = _attend_block(problem, options, flat(q), rows, seen, tuple(map(flat, carry)))
-        put = lambda old, x: lax.dynamic_update_slice_in_dim(old, x.reshape(tile, *old.shape[1:]), at, 0)
-        more = at + tile < jnp.sum(held > level)
-        return jnp.where(more, level, level + 1), jnp.where(more, at + tile, 0), tuple(map(put, carry, new))
+    def take_turn(state):
+        """The next blocks of the line, from its place `at` on; `level` counts the blocks before that one in its row."""
+        at, level, carry = state
+        starts = lax.dynamic_slice_in_dim(before, level + 1, turn)  # of the next levels: a turn cannot reach beyond them
+        live = at + nth < before[-1]
+        own = jnp.where(live, level + jnp.sum(starts[None, :] <= (at + nth)[:, None], axis=1, dtype=jnp.int32), level)
+        row = order[jnp.where(live, at + nth - before[own], 0)]
+        rows = row_indices(begin[row] + own, block, problem.k_pages.shape, problem.block_tables, owner[row])
+        sees = Geometry(jnp.where(live[:, None], geo.last[row], -1), geo.first[row])
+        seen = visible(begin[row] + own, block, sees, kv_heads, heads // kv_heads)
+        parts = _attend_blocks(problem, options, take_rows(q, row).reshape(turn * kv_heads, m, head_dim), rows, seen)
+        parts = tuple(x.reshape(turn, kv_heads, *x.shape[1:]) for x in parts)
 
+        def merge(state):
+            """One level's blocks, which belong to rows next to each other; the carry has room for the others beside them."""
+            level, carry = state
+            place = at + nth
+            use = (place >= before[level]) & (place < before[level + 1])
+            window = turn + at - before[level]
+            old = tuple(lax.dynamic_slice_in_dim(x, window, turn) for x in carry)
+            new = (jnp.where(jnp.expand_dims(use, range(1, x.ndim)), y, x) for x, y in zip(old, _merged(old, parts)))
+            return level + 1, tuple(lax.dynamic_update_slice_in_dim(x, y, window, 0) for x, y in zip(carry, new))
+
+        last = jnp.minimum(at + turn, before[-1])
+        _, carry = lax.while_loop(lambda state: before[state[0]] < last, merge, (level, carry))
+        return at + turn, level + jnp.sum(starts <= at + turn, dtype=jnp.int32), carry
+
+    shape = (count + 2 * turn, kv_heads, m)
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
     zero = jnp.int32(0)
-    *_, (top, total, acc) = lax.while_loop(lambda state: state[0] < jnp.max(held), turn, (zero, zero, start))
-    alive = geo.last >= 0
-    if order is not None:
-        back = jnp.zeros(count, jnp.int32).at[order].set(lax.iota(jnp.int32, count))
-        top, total, acc, alive = top[back], total[back], permuted(acc, back), alive[back]
-    carry = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in (top, total, acc))
-    return _finish(problem, alive, *carry)
+    *_, (top, total, acc) = lax.while_loop(lambda state: state[0] < before[-1], take_turn, (zero, zero, start))
+    back = jnp.zeros(count, jnp.int32).at[order].set(turn + lax.iota(jnp.int32, count))
+    acc = take_rows(acc.reshape(acc.shape[0], -1), back)
+    results = (ungroup_queries(x.reshape(count * kv_heads, m, -1), count, queries) for x in (top[back], total[back], acc))
+    top, total, acc = results
+    return _finish(problem, geo.last >= 0, top[..., 0], total[..., 0], acc)
 
 
 def _finish(

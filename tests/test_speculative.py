@@ -12,7 +12,7 @@ import pytest
 from decoders import decoder, naive_greedy, random_prompts
 
 import jaxkv
-from jaxkv.run_state import Job, Plan, start
+from jaxkv.run_state import Chunk, Job, Plan, start
 from jaxkv.speculative import Draft, NGram, Speculation
 
 # The function hides its module: `jaxkv.generate` is both.
@@ -156,7 +156,7 @@ def test_look_up(text: list[int], guesses: list[int] | None, given: int) -> None
         tokens=state.tokens.at[0, :made].set(jnp.array(text[given:], jnp.int32)),
         out_lengths=jnp.array([made]),
     )
-    plan = Plan(1, 16, False, None, False)
+    plan = Plan(1, Chunk(1, 16), False, None, False)
     known = state.known(job, plan, state.row_request)
     found, any_found = Speculation(4, 3)._look_up(job, state, plan, known)
     assert bool(any_found[1]) == (guesses is not None)

@@ -140,31 +140,48 @@ class TestInsideJit:
 
 
 class TestStep:
-    def test_decode_rows_and_a_chunk_together(self):
-        model = decoders.decoder("sandwich")
-        rows = decoders.random_prompts(14, [9, 17, 6, 0, 3])
-        _, cache = feed(model, new_cache(model), [row[:-1] if i != 1 else row[:4] for i, row in enumerate(rows)], [CHUNK])
-        ones = [1, 0, 1, 0, 1]
+    # The pieces of one step: (row, how many of its tokens), each in room for 6.
+    @pytest.mark.parametrize(
+        "pieces",
+        [
+            [(1, 6), (1, 6), (1, 1)],
+            [(1, 5), (1, 6), (1, 2), (0, 0)],
+            [(1, 6), (3, 6), (1, 6), (3, 2), (1, 1), (2, 0)],
+            [(0, 0), (3, 3), (3, 0), (3, 5), (1, 0), (1, 4), (1, 4), (1, 5)],
+        ],
+    )
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_decode_rows_and_pieces_of_prompts_together(self, pieces: list[tuple[int, int]], deterministic: bool):
+        model, width = decoders.decoder("sandwich"), 6
+        rows = decoders.random_prompts(14, [9, 17, 6, 8, 3])
+        given = [8, 4, 5, 0, 2]  # tokens in the cache before the step
+        _, cache = feed(model, new_cache(model), [row[:n] for row, n in zip(rows, given, strict=True)], [CHUNK])
+        at, chunk = list(given), []
+        for row, count in pieces:
+            chunk.append(rows[row][at[row] : at[row] + count] + [7] * (width - count))
+            at[row] += count
+        in_chunk = [i for i in (1, 3) if at[i] > given[i]]
         inputs = jaxkv.StepInputs(
-            decode_tokens=jnp.asarray([row[-1] if row else 0 for row in rows], jnp.int32),
-            decode_count=jnp.asarray(ones, jnp.int32),
-            chunk_tokens=jnp.asarray(rows[1][4:] + [0] * 3, jnp.int32),
-            chunk_row=jnp.asarray(1, jnp.int32),
-            chunk_count=jnp.asarray(13, jnp.int32),
+            decode_tokens=jnp.asarray([row[-1] for row in rows], jnp.int32),
+            decode_count=jnp.asarray([1, 0, 1, 0, 1], jnp.int32),
+            chunk_tokens=jnp.asarray(chunk, jnp.int32),
+            chunk_rows=jnp.asarray([row for row, _ in pieces], jnp.int32),
+            chunk_counts=jnp.asarray([count for _, count in pieces], jnp.int32),
         )
-        assert inputs.num_tokens().tolist() == [1, 13, 1, 0, 1]
-        logits, cache = jax.jit(jaxkv.step)(model, cache.allocate(inputs.num_tokens()), inputs)
+        assert inputs.num_tokens().tolist() == [1, at[1] - given[1], 1, at[3] - given[3], 1]
+        one_step = jax.jit(jaxkv.step, static_argnames="deterministic")
+        logits, cache = one_step(model, cache.allocate(inputs.num_tokens()), inputs, deterministic=deterministic)
         cache.check()
-        assert cache.lengths.tolist() == [9, 17, 6, 0, 3]
+        assert cache.lengths.tolist() == [9, at[1], 6, at[3], 3]
         want = expected(model, rows)
-        for i in (0, 1, 2, 4):
-            np.testing.assert_allclose(logits[i], want[i][-1], **TOLERANCE)
+        for i in (0, 2, 4, *in_chunk):
+            np.testing.assert_allclose(logits[i], want[i][int(cache.lengths[i]) - 1], **TOLERANCE)
 
-    @pytest.mark.parametrize("chunk", [0, 4])
-    def test_an_empty_chunk_touches_no_row(self, chunk: int):
+    @pytest.mark.parametrize("chunk", [(0, 1), (1, 4), (3, 2)])
+    def test_an_empty_chunk_touches_no_row(self, chunk: tuple[int, int]):
         model, rows = decoders.decoder(), decoders.random_prompts(15, [9, 5, 6, 2, 3])
         _, cache = feed(model, new_cache(model), [row[:-1] for row in rows], [CHUNK])
-        zero = jnp.zeros((), jnp.int32)
+        zero = jnp.zeros(chunk[0], jnp.int32)
         last = jnp.asarray([row[-1] for row in rows], jnp.int32)
         inputs = jaxkv.StepInputs(last, jnp.ones(SEQS, jnp.int32), jnp.zeros(chunk, jnp.int32), zero, zero)
         logits, cache = jax.jit(jaxkv.step)(model, cache.allocate(inputs.num_tokens()), inputs)

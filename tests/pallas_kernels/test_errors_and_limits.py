@@ -8,7 +8,7 @@ from kernel_calls import check
 from kernel_oracle import dense_attention, make_case
 
 import pallas_kernels
-from pallas_kernels import options, paged_attention_xla
+from pallas_kernels import key_blocks, options, paged_attention_xla
 from pallas_kernels.config import KernelConfig, generation_of, kernel_config
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_mosaic import BLOCK_TOKENS, mosaic_config
@@ -106,7 +106,7 @@ def test_slots_near_the_limit_of_int32():
     tokens = paged_attention_xla.BLOCK_TOKENS
     blocks = 4096 // tokens  # of a page; the gather's row numbers of the last page's last block
     table, row = jnp.full((1, 2), 2**16 - 2, jnp.int32), jnp.zeros(1, jnp.int32)
-    rows = np.asarray(paged_attention_xla.row_indices(row + blocks - 1, tokens, shape, table, row))
+    rows = np.asarray(key_blocks.row_indices(row + blocks - 1, tokens, shape, table, row))
     want = ((2**16 - 2) * 8 + np.arange(8)) * blocks + blocks - 1
     assert (rows.reshape(8) == want).all() and rows.max() < 2**31 // tokens
 
@@ -126,7 +126,7 @@ def test_every_live_page_is_read_once(window, page_size):
     settings = AttentionOptions(scale=1.0, sliding_window=window)
     config = kernel_config("sm_90", head_dim=head_dim, page_dtype="bfloat16", rows=4)
     fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
-    plan = make_plan(paged_attention_xla.Problem(*fields, None, None, None), settings, config)
+    plan = make_plan(key_blocks.Problem(*fields, None, None, None), settings, config)
     reads = slot_reads(plan, case.lengths, case.num_queries)
     for row, length in enumerate(case.lengths):
         first = 0 if window is None else max(0, int(length) - window)
@@ -147,7 +147,7 @@ def test_every_live_page_is_copied_once_by_mosaic(window, page_size):
     case = make_case(lengths=(0, 1, 16, 300, 1500), page_size=page_size, kv_heads=2, q_per_kv=4)
     fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
     settings = AttentionOptions(scale=1.0, sliding_window=window)
-    plan = make_plan(paged_attention_xla.Problem(*fields, None, None, None), settings, mosaic_config("sm_90"))
+    plan = make_plan(key_blocks.Problem(*fields, None, None, None), settings, mosaic_config("sm_90"))
     reads, null = mosaic_slot_reads(plan, case.lengths, case.num_queries)
     piece = min(page_size, BLOCK_TOKENS)
     for row, length in enumerate(case.lengths):

@@ -130,7 +130,7 @@ def test_xla_tiles_of_rows_leave_no_trace(rows, options, monkeypatch):
     case = make_case(lengths=(64, 0, 300, 1, 129, 65, 500, 17), kv_heads=kv_heads, head_dim=head_dim, **options)
     want = run(case, "xla")
     check(case, "xla")
-    monkeypatch.setattr(paged_attention_xla, "TILE_BYTES", rows * kv_heads * paged_attention_xla.BLOCK_TOKENS * head_dim * 4)
+    monkeypatch.setattr(paged_attention_xla, "TURN_BYTES", rows * kv_heads * paged_attention_xla.BLOCK_TOKENS * head_dim * 4)
     jitted.cache_clear()
     got = run(case, "xla")
     jitted.cache_clear()

@@ -155,14 +155,33 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
     return jnp.where(kept, scaled, -jnp.inf)
 
 
+BLOCK = 512
+"""Entries of a row of logits that are reduced together, and then the blocks' results: XLA on CPU goes over a long row on one core,
+and at half the speed."""
+
+
+def _blocks(x: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks block"]:
+    width = min(BLOCK, x.shape[1])
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % width)), constant_values=-jnp.inf)
+    return padded.reshape(x.shape[0], -1, width)
+
+
+def _first_top(x: Float[Array, "rows n"]) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
+    """Each row's greatest entry and where it first is; the last place where there is none for NaN."""
+    top = jnp.max(x, axis=-1)
+    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return top, jnp.min(jnp.where(x == top[:, None], place, x.shape[1] - 1), axis=-1)
+
+
 def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     """Index of each row's greatest entry, the first of equals; the last index where there is none for NaN.
 
-    XLA's argmax on CPU goes number by number; a maximum and a minimum run at memory speed (6.8 ms against 2.5 for 64 x 49,152).
+    XLA's argmax on CPU goes number by number: 6.6 ms for 64 x 49,152, this 0.2.
     """
-    top = jnp.max(x, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.min(jnp.where(x == top, index, x.shape[1] - 1), axis=-1)
+    blocks = _blocks(x)
+    _, best = _first_top(lax.optimization_barrier(jnp.max(blocks, axis=-1)))
+    _, place = _first_top(blocks[jnp.arange(x.shape[0]), best])
+    return jnp.minimum(best * blocks.shape[2] + place, x.shape[1] - 1)
 
 
 def gumbel_noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows vocab"]:
@@ -210,5 +229,7 @@ def token_logprobs(
 
 def log_normaliser(logits: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
     """log of the sum of exp(logits)."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    return (jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)) + top)[:, 0]
+    blocks = _blocks(logits)
+    top = lax.stop_gradient(jnp.max(lax.optimization_barrier(jnp.max(blocks, axis=-1)), axis=-1))
+    sums = lax.optimization_barrier(jnp.sum(jnp.exp(blocks - top[:, None, None]), axis=-1))
+    return jnp.log(jnp.sum(sums, axis=-1)) + top

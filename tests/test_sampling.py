@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 import jaxkv
 from jaxkv import Sampling
@@ -166,6 +166,20 @@ class TestSample:
         np.testing.assert_array_equal(tokens, logits.argmax(-1))
         np.testing.assert_array_equal(alone, logits.argmax(-1))
         assert not logprobs.any()
+
+    @pytest.mark.parametrize("vocab", [1, 2, 511, 512, 513, 1024, 1500])
+    def test_rows_of_any_length(self, vocab: int):
+        """Reduced in blocks of 512: the first of equals, in one block and in several, and every kind of padding."""
+        logits = np.random.default_rng(vocab).normal(size=(6, vocab)).astype(np.float32)
+        logits[1] = 7.0
+        logits[2, [vocab // 3, vocab // 2, vocab - 1]] = 9.0
+        logits[3, -1] = 9.0
+        logits[4, : vocab - 1] = -np.inf
+        logits[5] -= 100.0
+        tokens, _ = _sample(jnp.asarray(logits), Sampling().per_row(6), None)
+        np.testing.assert_array_equal(tokens, logits.argmax(-1))
+        want = logits.max(-1) - special.logsumexp(logits.astype(np.float64), axis=-1)
+        np.testing.assert_allclose(token_logprobs(jnp.asarray(logits), tokens), want, rtol=1e-6, atol=2e-5)
 
     def test_greedy_and_sampled_rows_mix(self):
         logits = jnp.asarray(some_logits(9))

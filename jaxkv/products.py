@@ -130,7 +130,7 @@ def _padded(x: Array, tile: int) -> Array:
     return jnp.pad(x, [(0, -x.shape[0] % tile)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _apart(f: Callable[..., Array], *args: Array) -> Array:
+def apart(f: Callable[..., Array], *args: Array) -> Array:
     """f(*args), with which the compiler cannot fuse anything around it: in a branch that is always taken, which it cannot know.
     The first argument is floating."""
     something = lax.bitcast_convert_type(args[0].reshape(-1)[0].astype(jnp.float32), jnp.int32)
@@ -147,7 +147,7 @@ def _in_turn(f: Callable[..., Array], tile: int, rows: tuple, shared: tuple) -> 
 
     def turn(i: Array, y: Array) -> Array:
         part = [lax.dynamic_slice_in_dim(x, i * tile, tile) for x in padded]
-        return lax.dynamic_update_slice_in_dim(y, _apart(f, *part, *shared), i * tile, 0)
+        return lax.dynamic_update_slice_in_dim(y, apart(f, *part, *shared), i * tile, 0)
 
     out = jax.eval_shape(f, *(x[:tile] for x in padded), *shared)
     return lax.fori_loop(0, tiles, turn, jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype))[:count]
@@ -161,14 +161,14 @@ def _side_by_side(x: Array, weight: Array) -> Array:
     """
     tiles = _padded(x, FLOAT32_TILE).reshape(-1, FLOAT32_TILE, x.shape[1])
     if tiles.shape[0] == 1:
-        y = _apart(lambda tile, weight: jnp.sum(weight[:, None, :] * tile[None], axis=-1).T, tiles[0], weight)
+        y = apart(lambda tile, weight: jnp.sum(weight[:, None, :] * tile[None], axis=-1).T, tiles[0], weight)
     elif WEIGHTS_IN_BLOCKS and weight.shape[0] % BLOCK == 0:
         blocks = weight.reshape(-1, BLOCK, weight.shape[1])
         many = lambda tiles, blocks: jnp.sum(blocks[:, None, :, None, :] * tiles[None, :, None], axis=-1).transpose(1, 3, 0, 2)
-        y = _apart(many, tiles, blocks)
+        y = apart(many, tiles, blocks)
     else:
         many = lambda tiles, weight: jnp.sum(weight[None, :, None, :] * tiles[:, None], axis=-1).swapaxes(1, 2)
-        y = _apart(many, tiles, weight)
+        y = apart(many, tiles, weight)
     return y.reshape(-1, weight.shape[0])[: x.shape[0]]
 
 

@@ -77,7 +77,7 @@ def row_indices(blocks: jax.Array, block: int, shape: tuple[int, ...], block_tab
 
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """x[rows] of a 2-D array, as a plain memory copy on CPU too.
+    """x[rows] as [len(rows), the rest of a row], as a plain memory copy on CPU too.
 
     The gather stands in a branch that is always taken. Outside of one, XLA on CPU fuses it with the reshape behind it and the
     arithmetic of `rows` before it, and then copies number by number, at half the speed.
@@ -86,15 +86,16 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     array at every call. The barrier keeps that change of type inside a loop around it, where it costs nothing; hoisted out of the
     loop it would be a copy of the array again.
     """
-    dtype = jnp.dtype(x.dtype)
+    dtype, width = jnp.dtype(x.dtype), math.prod(x.shape[1:])
     bits = opts.bits_of(dtype)
     x, rows = lax.optimization_barrier((x, rows))
 
     def gather(x: jax.Array, rows: jax.Array) -> jax.Array:
-        taken = lax.bitcast_convert_type(x, bits).at[rows].get(mode="promise_in_bounds")
+        flat = x.reshape(x.shape[0], width)  # in here: whatever makes x would else be computed in that shape, and slowly
+        taken = lax.bitcast_convert_type(flat, bits).at[rows].get(mode="promise_in_bounds")
         return lax.bitcast_convert_type(taken, dtype)
 
-    return lax.cond(rows[0] >= 0, gather, lambda x, rows: jnp.zeros((rows.shape[0], x.shape[1]), dtype), x, rows)
+    return lax.cond(rows[0] >= 0, gather, lambda x, rows: jnp.zeros((rows.shape[0], width), dtype), x, rows)
 
 
 def gather_block(pages: jax.Array, rows: jax.Array, block: int) -> jax.Array:

@@ -145,7 +145,7 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     m = queries * heads // kv_heads
     block = LONG_BLOCK_TOKENS if not options.deterministic and m >= MANY_QUERY_HEADS else BLOCK_TOKENS
     turn = blocks_per_turn(count, kv_heads * head_dim * max(block * problem.k_pages.dtype.itemsize, m * 4))
-    q = group_queries(problem.q, kv_heads).reshape(count, -1)
+    q = group_queries(problem.q, kv_heads).reshape(count, kv_heads, m, head_dim)
 
     begin, end = geo.blocks(block)
     held = end - begin
@@ -186,7 +186,7 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     zero = jnp.int32(0)
     *_, (top, total, acc) = lax.while_loop(lambda state: state[0] < before[-1], take_turn, (zero, zero, start))
     back = jnp.zeros(count, jnp.int32).at[order].set(turn + lax.iota(jnp.int32, count))
-    acc = take_rows(acc.reshape(acc.shape[0], -1), back)
+    acc = take_rows(acc, back)
     results = (ungroup_queries(x.reshape(count * kv_heads, m, -1), count, queries) for x in (top[back], total[back], acc))
     top, total, acc = results
     return _finish(problem, geo.last >= 0, top[..., 0], total[..., 0], acc)

@@ -119,7 +119,7 @@ def generate(
       page_size: tokens a page holds.
       num_pages: pages in the pool, null page included; by default as many as all rows can ever need.
       max_seqs: rows, by default one per sample up to 64.
-      prefill_chunk: prompt tokens that ride along in one step, by default up to 256.
+      prefill_chunk: prompt tokens that ride along in one step, at most, those of several prompts together; by default 256.
       cache_dtype: of keys and values, by default the model's.
       deterministic: `logprobs` then equal those of `score(..., deterministic=True)` bit by bit, whatever the batch.
       implementation: of the attention kernel, see `pallas_kernels.paged_attention`.

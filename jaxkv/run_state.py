@@ -15,9 +15,9 @@ from jaxkv.kv_cache import PagedKVCache
 from jaxkv.model import Decoder
 from jaxkv.sampling import Sampling
 
-CHUNK = 256
-"""Prompt tokens per step unless `prefill_chunk` says otherwise (fewer when there never are so many): CPU products of 256 rows reach
-1.12 times the tokens per second of 128, and more rows no more."""
+CHUNK, PIECES = 256, 4
+"""Prompt tokens and pieces per step, at most, unless `prefill_chunk` says otherwise: CPU products of 256 rows reach 1.12 times the
+tokens per second of 128, and more rows no more; short prompts, which come in one by one as rows end, would fill more pieces seldom."""
 
 PIECE, LONG_PIECE, LONG = 64, 128, 512
 """Tokens of a piece of a prompt, fewer where all prompts are shorter. Prompts that may have more than `LONG` tokens come in longer
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
         """Room for up to `tokens`; None for the default, given that many rows and prompts of up to `prompt_width` tokens."""
         piece = min(LONG_PIECE if prompt_width > LONG else PIECE, -(-prompt_width // 16) * 16)
         if tokens is None:
-            return cls(min(CHUNK // piece, rows * -(-prompt_width // piece)), piece)
+            return cls(min(CHUNK // piece, PIECES, rows * -(-prompt_width // piece)), piece)
         pieces = -(-tokens // piece)
         return cls(pieces, tokens // pieces)
 

@@ -16,6 +16,7 @@ import pytest
 import jaxkv
 from jaxkv import Sampling
 from jaxkv.config import pages_for
+from jaxkv.run_state import Chunk
 
 NEW, WIDTH = 12, 16
 ENDS = jnp.asarray([3, 14, 15, 9, 26], jnp.int32)  # some five tokens of 61: sequences end at random places
@@ -151,6 +152,46 @@ class TestSharedPrompts:
         assert int(shared.stats.peak_pages) <= 0.25 * unshared
         assert int(shared.stats.steps) <= chunks + 16 + 1  # the others start a step after the first
         assert int(shared.stats.preemptions) == 0
+
+
+class TestChunks:
+    @pytest.mark.parametrize(
+        "tokens, width, rows, want",
+        [
+            (None, 512, 16, (4, 64)),
+            (None, 513, 16, (2, 128)),
+            (None, 4096, 1, (2, 128)),
+            (None, 130, 1, (3, 64)),
+            (None, 64, 3, (3, 64)),
+            (None, 40, 64, (4, 48)),
+            (None, 1, 1, (1, 16)),
+            (None, 16, 64, (4, 16)),
+            (256, 512, 64, (4, 64)),
+            (100, 512, 64, (2, 50)),
+            (7, 512, 64, (1, 7)),
+            (1, 1, 1, (1, 1)),
+            (64, 16, 2, (4, 16)),
+        ],
+    )
+    def test_room(self, tokens: int | None, width: int, rows: int, want: tuple[int, int]):
+        chunk = Chunk.holding(tokens, width, rows)
+        assert chunk == want
+        assert chunk.tokens <= (tokens or 256)
+
+    def test_prompts_share_a_step(self):
+        out = jaxkv.generate(decoders.decoder(num_layers=1), decoders.random_prompts(3, [16, 5, 2, 9]), max_new_tokens=3)
+        assert int(out.stats.steps) == 3
+
+    def test_a_prompt_waits_for_others_while_that_costs_less_than_an_empty_chunk(self):
+        """Two rows, room for 64 prompt tokens: a lone prompt of 4 is passed over 3 times, as 3 row-steps cost as much as the 48
+        tokens that stay empty; then a first token with the chunk and three more."""
+        model = decoders.decoder(num_layers=1)
+        limits = jnp.asarray([21, 4, 4, 4, 4])
+        out = jaxkv.generate(
+            model, decoders.random_prompts(4, [4] * 5), max_new_tokens=21, token_limits=limits, max_seqs=2, prefill_chunk=64
+        )
+        assert out.lengths[:, 0].tolist() == limits.tolist()
+        assert int(out.stats.steps) == 4 + 3 * (3 + 4)
 
 
 class TestStats:

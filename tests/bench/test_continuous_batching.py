@@ -18,14 +18,15 @@ def test_answers_are_as_long_as_said(spread: str) -> None:
 
 
 def test_both_ways_give_the_same_tokens_in_the_steps_that_were_worked_out_by_hand() -> None:
-    """Two rows, one prompt a step: prompts A B C D of 2, 9, 3, 4 tokens.
+    """Two rows, a chunk for two prompts: answers A B C D of 2, 9, 3, 4 tokens.
 
-    static       A B: A starts in step 1, B in step 2 and ends in step 10;  C D: D starts in step 2 and ends in step 5
-    continuous   A starts in step 1, B in step 2; C in step 3 after A, D in step 6; B ends in step 10
+    static       A and B start in step 1, and B ends in step 9;  C and D start in step 1, and D ends in step 4
+    continuous   A and B start in step 1; C, which leaves half of the chunk empty, waits for a step after A and starts in step 4;
+                 D likewise in step 8, and ends in step 11
     """
     result = Comparison(decoder(), np.array([2, 9, 3, 4], np.int32), rows=2, prompt_length=3).measure(1)
-    assert result["steps"] == {"static": 10 + 5, "continuous": 10}
-    assert result["steps_ratio"] == pytest.approx(10 / 15)
+    assert result["steps"] == {"static": 9 + 4, "continuous": 11}
+    assert result["steps_ratio"] == pytest.approx(11 / 13)
     assert (result["tokens"], result["same_tokens"]) == (18, 1.0)
     assert all(speed > 0 for speed in result["tokens_per_second"].values())
 

@@ -124,8 +124,8 @@ def test_deterministic_decode_equals_prefill(implementation, dtype, kv_heads, q_
     "options", [{}, {"sliding_window": 70}, {"queries": 5, "deterministic": True}, {"queries": 3, "sinks": True}]
 )
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_xla_tiles_of_rows_leave_no_trace(rows, options, monkeypatch):
-    """Longest rows first, a few at a time: every row's bits are those of all rows at once."""
+def test_xla_turns_leave_no_trace(rows, options, monkeypatch):
+    """A few blocks of the line a turn: every row's bits are those of more at once, with rows that meet in a turn or do not."""
     kv_heads, head_dim = 2, 64
     case = make_case(lengths=(64, 0, 300, 1, 129, 65, 500, 17), kv_heads=kv_heads, head_dim=head_dim, **options)
     want = run(case, "xla")

@@ -228,8 +228,9 @@ def token_logprobs(
 
 
 def log_normaliser(logits: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
-    """log of the sum of exp(logits)."""
-    blocks = _blocks(logits)
-    top = lax.stop_gradient(jnp.max(lax.optimization_barrier(jnp.max(blocks, axis=-1)), axis=-1))
-    sums = lax.optimization_barrier(jnp.sum(jnp.exp(blocks - top[:, None, None]), axis=-1))
-    return jnp.log(jnp.sum(sums, axis=-1)) + top
+    """log of the sum of exp(logits).
+
+    Not in blocks like the greatest token: half as fast, but in blocks a row's last bit depended on its mates (jaxlib 0.12).
+    """
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    return (jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)) + top)[:, 0]

@@ -54,7 +54,8 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
 
         def turn(state: tuple[Run, Array]) -> tuple[Run, Array]:
             r = state[0]
-            waited = 0 if chunk.pieces else r.waited + jnp.sum(r.missing(job, plan) > 1, dtype=jnp.int32)
+            passed_over = jnp.sum(_to_prefill(r.missing(job, plan)) > 0, dtype=jnp.int32)
+            waited = 0 if chunk.pieces else r.waited + passed_over
             r = dataclasses.replace(r, waited=jnp.asarray(waited, jnp.int32))
             return take_step(model, job, r, plan, chunk), jnp.zeros_like(state[1])
 
@@ -67,6 +68,11 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
     return lax.while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
 
 
+def _to_prefill(missing: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
+    """Missing tokens of the rows that need a chunk, 0 for those that decode."""
+    return jnp.where(missing > 1, missing, 0)
+
+
 def _chunk_pays(job: Job, run: Run, plan: Plan) -> Array:
     """Whether the next step should take a chunk of prompts: there are enough to fill it, or nothing else is to do, or they have
     waited so long that the rows they keep idle cost more than the empty part of the chunk.
@@ -77,7 +83,7 @@ def _chunk_pays(job: Job, run: Run, plan: Plan) -> Array:
     """
     idle_cost = 2 + 32 // run.cache.max_seqs
     missing = run.missing(job, plan)
-    pieces = jnp.sum(jnp.where(missing > 1, -(-missing // plan.chunk.width), 0))
+    pieces = jnp.sum(-(-_to_prefill(missing) // plan.chunk.width))
     empty = (plan.chunk.pieces - pieces) * plan.chunk.width
     return (pieces > 0) & (~jnp.any(missing == 1) | (idle_cost * run.waited >= empty))
 
@@ -154,8 +160,9 @@ def next_inputs(job: Job, run: Run, plan: Plan, chunk: Chunk) -> StepInputs:
     decode_count = (missing == 1).astype(jnp.int32)
     if not chunk.pieces:
         return StepInputs.decode(decode, decode_count)
-    oldest = jnp.argsort(jnp.where(missing > 1, run.row_request, run.requests)).astype(jnp.int32)
-    missing = jnp.where(missing > 1, missing, 0)[oldest]
+    missing = _to_prefill(missing)
+    oldest = jnp.argsort(jnp.where(missing > 0, run.row_request, run.requests)).astype(jnp.int32)
+    missing = missing[oldest]
     pieces = -(-missing // chunk.width)
     ends = jnp.cumsum(pieces)
     piece = jnp.arange(chunk.pieces, dtype=jnp.int32)

@@ -156,32 +156,28 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
 
 
 BLOCK = 512
-"""Entries of a row of logits that are reduced together, and then the blocks' results: XLA on CPU goes over a long row on one core,
-and at half the speed."""
+"""Entries of a row that are searched together, and then the blocks' greatest: XLA on CPU goes over a long row on one core, and at
+half the speed."""
 
 
-def _blocks(x: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks block"]:
-    width = min(BLOCK, x.shape[1])
-    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % width)), constant_values=-jnp.inf)
-    return padded.reshape(x.shape[0], -1, width)
-
-
-def _first_top(x: Float[Array, "rows n"]) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
-    """Each row's greatest entry and where it first is; the last place where there is none for NaN."""
-    top = jnp.max(x, axis=-1)
-    place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return top, jnp.min(jnp.where(x == top[:, None], place, x.shape[1] - 1), axis=-1)
+def _first_greatest(x: Float[Array, "rows n"]) -> Int[Array, " rows"]:
+    """Index of each row's greatest entry, the first of equals; the last index where there is none for NaN."""
+    top = jnp.max(x, axis=-1, keepdims=True)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.min(jnp.where(x == top, index, x.shape[1] - 1), axis=-1)
 
 
 def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
-    """Index of each row's greatest entry, the first of equals; the last index where there is none for NaN.
+    """`_first_greatest` for long rows: in blocks, then in the best of them.
 
     XLA's argmax on CPU goes number by number: 6.6 ms for 64 x 49,152, this 0.2.
     """
-    blocks = _blocks(x)
-    _, best = _first_top(lax.optimization_barrier(jnp.max(blocks, axis=-1)))
-    _, place = _first_top(blocks[jnp.arange(x.shape[0]), best])
-    return jnp.minimum(best * blocks.shape[2] + place, x.shape[1] - 1)
+    rows, vocab = x.shape
+    width = min(BLOCK, vocab)
+    blocks = jnp.pad(x, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
+    best = _first_greatest(lax.optimization_barrier(jnp.max(blocks, axis=-1)))
+    place = _first_greatest(blocks[jnp.arange(rows), best])
+    return jnp.minimum(best * width + place, vocab - 1)
 
 
 def gumbel_noise(keys: Key[Array, " rows"], vocab: int) -> Float[Array, "rows vocab"]:

@@ -186,10 +186,11 @@ def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: Att
     zero = jnp.int32(0)
     *_, (top, total, acc) = lax.while_loop(lambda state: state[0] < before[-1], take_turn, (zero, zero, start))
     back = jnp.zeros(count, jnp.int32).at[order].set(turn + lax.iota(jnp.int32, count))
-    acc = take_rows(acc, back)
-    results = (ungroup_queries(x.reshape(count * kv_heads, m, -1), count, queries) for x in (top[back], total[back], acc))
-    top, total, acc = results
-    return _finish(problem, geo.last >= 0, top[..., 0], total[..., 0], acc)
+    acc = take_rows(acc, back).reshape(count, kv_heads, m, head_dim)
+    results = (
+        ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in (top[back], total[back], acc)
+    )
+    return _finish(problem, geo.last >= 0, *results)
 
 
 def _finish(

@@ -206,7 +206,7 @@ class TestStats:
         rows = [0] * 16
         for limit in limits.tolist():
             heapq.heappush(rows, heapq.heappop(rows) + limit)
-        assert int(out.stats.steps) <= max(rows) + 16  # prompts are read one a step
+        assert int(out.stats.steps) <= max(rows) + 16  # prompts wait a few steps for one another
         assert int(out.stats.steps) <= 0.6 * sum(limits[i : i + 16].max() for i in range(0, 64, 16))
 
     @pytest.mark.slow

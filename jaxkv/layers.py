@@ -30,9 +30,10 @@ def optional(param: Any) -> Array | None:
     return None if param is None else param[...]
 
 
-def new_param(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str, std: float | None = 0.02) -> nnx.Param:
-    """A parameter of normal noise of standard deviation `std`, or of zeros where it is None."""
-    array = jnp.zeros(shape, dtype) if std is None else jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(std, dtype)
+def new_param(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: str, std: float | None = 0.02) -> nnx.Param:
+    """A parameter of normal noise of standard deviation `std`, or of zeros where it or `rngs` is None."""
+    zeros = std is None or rngs is None
+    array = jnp.zeros(shape, dtype) if zeros else jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(std, dtype)
     return nnx.Param(array)
 
 
@@ -145,7 +146,7 @@ def activate(name: Activation, x: Array) -> Array:
 class MLP(nnx.Module):
     """The feed-forward half of a layer: `down(act(up(x)))`, or gated `down(act(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None):
         c = config
         self.config = c
         up = (2, c.intermediate_size) if c.mlp == "gated" else (c.intermediate_size,)

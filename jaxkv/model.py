@@ -32,7 +32,7 @@ def _norm(config: ModelConfig, kind: str | None = None, size: int | None = None)
 class Attention(nnx.Module):
     """Projections, head norms and rotation around an `Attend`."""
 
-    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs | None):
         c = config
         self.config, self.rope = c, c.layer_rope(layer)
         self.spec = AttentionSpec(c.scale, c.window(layer), c.attn_soft_cap)
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
 class Layer(nnx.Module):
     """Attention and MLP, with the norms where `config.block` puts them."""
 
-    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs | None):
         self.config = config
         self.attention, self.mlp = Attention(config, layer, rngs), MLP(config, rngs)
         self.attention_norm, self.mlp_norm = _norm(config), _norm(config)
@@ -109,7 +109,7 @@ class Decoder(nnx.Module):
 
     Args:
       config: what to build.
-      rngs: source of the random initial weights.
+      rngs: source of the random initial weights; None leaves them zero, to be filled.
 
     Attributes:
       config: the `ModelConfig`.
@@ -117,7 +117,7 @@ class Decoder(nnx.Module):
       layers: the decoder layers.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         c = config
         self.config = c
         width = c.hidden_size if c.embed_size is None else c.embed_size

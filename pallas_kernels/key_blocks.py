@@ -30,37 +30,58 @@ class Problem(NamedTuple):
     v_scales: jax.Array | None
 
 
-class Geometry(NamedTuple):
-    """Per row and query: what each may see.
+class Queries(NamedTuple):
+    """Where each row's queries are: at consecutive positions, the last one at the row's last token.
 
     Attributes:
-      last: i32[batch, queries] own position of each query, -1 where it is dead.
-      first: i32[batch, queries] the earliest position it sees.
+      first: i32[rows], the position of the first query; below 0 where a row has more queries than tokens, which see nothing.
+      count: i32[rows], how many of them are live: the first ones.
+      window: how many positions back a query sees, itself included; None for all.
     """
 
-    last: jax.Array
     first: jax.Array
+    count: jax.Array
+    window: int | None
+
+    @classmethod
+    def of(cls, problem: Problem, window: int | None) -> Queries:
+        """The queries of a call; lengths beyond the block tables are cut to them."""
+        lengths = jnp.clip(problem.lengths, 0, problem.block_tables.shape[1] * problem.k_pages.shape[2])
+        return cls(lengths - problem.num_queries, problem.num_queries, window)
+
+    def tiles(self, width: int, tiles: int) -> Queries:
+        """Each row as so many rows of `width` queries."""
+        begin = lax.iota(jnp.int32, tiles)[None, :] * width
+        count = jnp.clip(self.count[:, None] - begin, 0, width)
+        return Queries((self.first[:, None] + begin).reshape(-1), count.reshape(-1), self.window)
+
+    def alive(self, queries: int) -> jax.Array:
+        """bool[rows, queries]: which of them are live and see a key, their own at least."""
+        index = lax.iota(jnp.int32, queries)[None, :]
+        return (index < self.count[:, None]) & (self.first[:, None] + index >= 0)
 
     def blocks(self, block: int) -> tuple[jax.Array, jax.Array]:
-        """i32[batch] twice: the half-open range of blocks that any of a row's queries needs; empty for a dead row."""
-        end = (jnp.max(self.last, axis=1) + block) // block
-        first = jnp.where(self.last >= 0, self.first, jnp.iinfo(jnp.int32).max)
-        return jnp.minimum(jnp.min(first, axis=1) // block, end), end
+        """i32[rows] twice: the half-open range of blocks that any of a row's queries needs; empty for a dead row."""
+        last = jnp.where(self.count > 0, jnp.maximum(self.first + self.count - 1, -1), -1)
+        end = (last + block) // block
+        begin = 0 if self.window is None else jnp.maximum(self.first - (self.window - 1), 0) // block
+        return jnp.minimum(begin, end), end
+
+    def visible(self, start: jax.Array, block: int, queries: int, kv_heads: int, q_per_kv: int) -> jax.Array:
+        """bool[rows * kv_heads, queries * q_per_kv, block]: which keys of the block at position `start` i32[rows] each query sees."""
+        index = lax.broadcasted_iota(jnp.int32, (1, queries, 1), 1)
+        own = self.first[:, None, None] + index
+        position = start[:, None, None] + lax.broadcasted_iota(jnp.int32, (1, 1, block), 2)
+        seen = (position <= own) & (index < self.count[:, None, None])
+        if self.window is not None:
+            seen &= position > own - self.window
+        shape = (start.shape[0], kv_heads, queries, q_per_kv, block)
+        return lax.broadcast_in_dim(seen, shape, (0, 2, 4)).reshape(-1, queries * q_per_kv, block)
 
 
-def geometry(queries: int, lengths: jax.Array, num_queries: jax.Array, window: int | None, max_tokens: int) -> Geometry:
-    """Positions of the queries `[batch, queries]`; lengths above `max_tokens` are cut to it."""
-    lengths = jnp.clip(lengths, 0, max_tokens)
-    index = lax.broadcasted_iota(jnp.int32, (lengths.shape[0], queries), 1)
-    own = lengths[:, None] - num_queries[:, None] + index
-    last = jnp.where((index < num_queries[:, None]) & (own >= 0) & (own < lengths[:, None]), own, -1)
-    first = jnp.zeros_like(last) if window is None else jnp.maximum(last - (window - 1), 0)
-    return Geometry(last, first)
-
-
-def row_indices(blocks: jax.Array, block: int, shape: tuple[int, ...], block_tables: jax.Array, owner: jax.Array) -> jax.Array:
-    """Rows of the 2-D view of a pool of `shape` that hold the tokens of block `blocks[i]`, i32[n], of row `owner[i]` of the tables:
-    i32[n, kv_heads, rows per block].
+def first_rows(blocks: jax.Array, block: int, shape: tuple[int, ...], block_tables: jax.Array, owner: jax.Array) -> jax.Array:
+    """Rows of the 2-D view of a pool of `shape` that hold the tokens of block `blocks[i]`, i32[n], of row `owner[i]` of the tables,
+    for the first kv head: i32[n, rows per block].
 
     Table entries that are out of range are clamped, and so is the position behind the table's last page: what is read there
     is masked later.
@@ -70,10 +91,63 @@ def row_indices(blocks: jax.Array, block: int, shape: tuple[int, ...], block_tab
     start = blocks[:, None] * block + (lax.iota(jnp.int32, block // row_tokens) * row_tokens)[None, :]
     column = jnp.clip(start // page_size, 0, block_tables.shape[1] - 1)
     page = jnp.clip(block_tables.at[owner[:, None], column].get(mode="promise_in_bounds"), 0, num_pages - 1)
-    head = lax.iota(jnp.int32, kv_heads)
-    sub = (start % page_size) // row_tokens
-    rows_per_page = page_size // row_tokens
-    return (page[:, None, :] * kv_heads + head[None, :, None]) * rows_per_page + sub[:, None, :]
+    return page * (kv_heads * (page_size // row_tokens)) + (start % page_size) // row_tokens
+
+
+def rows_of_heads(first: jax.Array, block: int, shape: tuple[int, ...]) -> jax.Array:
+    """The rows of all kv heads, i32[n, kv_heads, rows per block], from those of the first one."""
+    _, kv_heads, page_size, _ = shape
+    rows_per_page = page_size // math.gcd(page_size, block)
+    return first[:, None, :] + (lax.iota(jnp.int32, kv_heads) * rows_per_page)[None, :, None]
+
+
+class Line(NamedTuple):
+    """The blocks that rows hold, in the order in which they are computed: first blocks first, of rows with most blocks first.
+
+    It depends on lengths and tables alone: the compiler makes one for all layers of a model.
+
+    Attributes:
+      order: i32[rows], the rows, those with most blocks first.
+      before: i32[levels + 1], how many places blocks of lower levels take; a block's level is its number among its row's.
+      level, row, start: i32[places], of the block at each place, and the position of its first key.
+      queries: the queries of the block's row; none behind the line's end.
+      first_rows: i32[places, rows per block], where its keys are.
+    """
+
+    order: jax.Array
+    before: jax.Array
+    level: jax.Array
+    row: jax.Array
+    start: jax.Array
+    queries: Queries
+    first_rows: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, queries: Queries, owner: jax.Array, block: int, room: int) -> Line:
+        """The line of rows of queries, which read the lines `owner` i32[rows] of the tables; `room` places stay empty at its end."""
+        begin, end = queries.blocks(block)
+        held, rows = end - begin, owner.shape[0]
+        order = jnp.argsort(-held).astype(jnp.int32)
+        levels = -(-problem.block_tables.shape[1] * problem.k_pages.shape[2] // block)
+        counts = jnp.sum(held[None, :] > lax.iota(jnp.int32, levels)[:, None], axis=1, dtype=jnp.int32)
+        before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+        place = lax.iota(jnp.int32, levels * rows + room)
+        level = jnp.searchsorted(before[1:], place, side="right", method="scan_unrolled").astype(jnp.int32)
+        live = place < before[-1]
+        row = order[jnp.where(live, place - before[level], 0)]
+        count = jnp.where(live, queries.count[row], 0)
+        number = begin[row] + level
+        found = first_rows(number, block, problem.k_pages.shape, problem.block_tables, owner[row])
+        own = Queries(queries.first[row], count, queries.window)
+        return cls(order, before, level, row, number * block, own, found)
+
+    def part(self, at: jax.Array, places: int) -> Line:
+        """So many places from `at` on."""
+        cut = lambda x: lax.dynamic_slice_in_dim(x, at, places)
+        own = self.queries._replace(first=cut(self.queries.first), count=cut(self.queries.count))
+        return self._replace(
+            level=cut(self.level), row=cut(self.row), start=cut(self.start), queries=own, first_rows=cut(self.first_rows)
+        )
 
 
 def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -105,15 +179,6 @@ def gather_block(pages: jax.Array, rows: jax.Array, block: int) -> jax.Array:
     features = pages.shape[3:]
     taken = take_rows(pages.reshape(-1, row_tokens * math.prod(features)), rows.reshape(-1))
     return taken.reshape(batch * kv_heads, block, *features)
-
-
-def visible(blocks: jax.Array, block: int, geo: Geometry, kv_heads: int, q_per_kv: int) -> jax.Array:
-    """bool[batch * kv_heads, queries * q_per_kv, block]: which keys of each row's block each query sees."""
-    batch, queries = geo.last.shape
-    position = blocks[:, None, None] * block + lax.iota(jnp.int32, block)[None, None, :]
-    seen = (position <= geo.last[:, :, None]) & (position >= geo.first[:, :, None])
-    shape = (batch, kv_heads, queries, q_per_kv, block)
-    return lax.broadcast_in_dim(seen, shape, (0, 2, 4)).reshape(batch * kv_heads, queries * q_per_kv, block)
 
 
 def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.key_blocks import Problem, gather_block, geometry, group_queries, row_indices, ungroup_queries, visible
+from pallas_kernels.key_blocks import Problem, Queries, first_rows, gather_block, group_queries, rows_of_heads, ungroup_queries
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_xla import BLOCK_TOKENS, scores
 
@@ -25,14 +25,16 @@ def _scatter_add(total: jax.Array, rows: jax.Array, live: jax.Array, update: jax
     return total.at[target].add(update.reshape(target.shape[0], -1), mode="drop")
 
 
-def _block_gradients(problem, options, geo, grouped, block):
+def _block_gradients(problem, options, where, grouped, block):
     """(dq of this block, dk and dv [n, tokens, head_dim], rows, live) with `grouped` = q, out, lse, dout, dlse by kv head."""
     q, delta, lse, dout, dlse = grouped
     kv_heads = problem.k_pages.shape[1]
     batch = problem.q.shape[0]
     blocks = jnp.full(batch, block)
-    rows = row_indices(blocks, BLOCK_TOKENS, problem.k_pages.shape, problem.block_tables, lax.iota(jnp.int32, batch))
-    seen = visible(blocks, BLOCK_TOKENS, geo, kv_heads, problem.q.shape[2] // kv_heads)
+    shape = problem.k_pages.shape
+    found = first_rows(blocks, BLOCK_TOKENS, shape, problem.block_tables, lax.iota(jnp.int32, batch))
+    rows = rows_of_heads(found, BLOCK_TOKENS, shape)
+    seen = where.visible(blocks * BLOCK_TOKENS, BLOCK_TOKENS, problem.q.shape[1], kv_heads, problem.q.shape[2] // kv_heads)
     live = jnp.any(seen, axis=1)
 
     def load(pages, scales):
@@ -71,10 +73,8 @@ def paged_attention_gradient(
     """
     batch, queries, heads, _ = problem.q.shape
     num_pages, kv_heads, page_size, head_dim = problem.k_pages.shape
-    geo = geometry(
-        queries, problem.lengths, problem.num_queries, options.sliding_window, problem.block_tables.shape[1] * page_size
-    )
-    alive = (geo.last >= 0)[:, :, None]
+    where = Queries.of(problem, options.sliding_window)
+    alive = where.alive(queries)[:, :, None]
     f32 = lambda x: jnp.where(alive[..., None] if x.ndim == 4 else alive, x.astype(jnp.float32), 0.0)
     q, out, lse, dout, dlse = (f32(x) for x in (problem.q, *results, *cotangents))
     delta = jnp.sum(out * dout, axis=-1)
@@ -88,13 +88,13 @@ def paged_attention_gradient(
     def body(block, carry):
         dq, dk_pool, dv_pool = carry
         part = (grouped[0], flat[0], flat[1], grouped[1], flat[2])
-        dq_block, dk, dv, rows, live = _block_gradients(problem, options, geo, part, block)
+        dq_block, dk, dv, rows, live = _block_gradients(problem, options, where, part, block)
         if not quantized:
             dk_pool = _scatter_add(dk_pool, rows, live, dk, kv_heads)
             dv_pool = _scatter_add(dv_pool, rows, live, dv, kv_heads)
         return dq + dq_block, dk_pool, dv_pool
 
-    begin, end = geo.blocks(BLOCK_TOKENS)
+    begin, end = where.blocks(BLOCK_TOKENS)
     held = begin < end
     first, behind = jnp.min(jnp.where(held, begin, jnp.iinfo(jnp.int32).max)), jnp.max(jnp.where(held, end, 0))
     dq, dk_pool, dv_pool = lax.fori_loop(first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool))

@@ -18,20 +18,21 @@ without, and made again with V masked only where the result is not finite; both 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.key_blocks import (
-    Geometry,
+    Line,
     Problem,
+    Queries,
     gather_block,
-    geometry,
     group_queries,
-    row_indices,
+    rows_of_heads,
     take_rows,
     ungroup_queries,
-    visible,
 )
 from pallas_kernels.options import AttentionOptions
 
@@ -68,11 +69,11 @@ def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: Atten
     return s
 
 
-def weighted_values(p: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """f32[n, m, head_dim] = p [n, m, tokens] @ v [n, tokens, head_dim], where NaN in unseen tokens counts for nothing."""
+def weighted_values(p: jax.Array, v: jax.Array, seen: Callable[[], jax.Array]) -> jax.Array:
+    """f32[n, m, head_dim] = p [n, m, tokens] @ v [n, tokens, head_dim], where NaN in tokens not `seen()` counts for nothing."""
     product = lambda values: jnp.einsum("nmt,ntd->nmd", p, values, preferred_element_type=jnp.float32)
     out = product(v)
-    masked = lambda: product(jnp.where(jnp.any(seen, axis=1)[:, :, None], v, jnp.zeros_like(v)))
+    masked = lambda: product(jnp.where(jnp.any(seen(), axis=1)[:, :, None], v, jnp.zeros_like(v)))
     # The sum is a fast way to ask whether all are finite; should it overflow, nothing is lost but time.
     return lax.cond(jnp.isfinite(jnp.sum(out)), lambda: out, masked)
 
@@ -103,19 +104,21 @@ def decay_of(x: jax.Array) -> jax.Array:
     return (y * (r * r) + r + 1.0) * scale
 
 
-def _attend_blocks(
-    problem: Problem, options: AttentionOptions, q: jax.Array, rows: jax.Array, seen: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Blocks as if there were no others: the greatest score and the sum of exponentials f32[n, m], and values weighted by these
-    f32[n, m, head_dim]; q [n, m, head_dim], with n = blocks * kv_heads."""
-    gather = lambda pages: gather_block(pages, rows, seen.shape[2])
+def _attend_blocks(problem: Problem, options: AttentionOptions, q: jax.Array, part: Line, block: int) -> tuple:
+    """A part of the line as if there were no other blocks: the greatest score and the sum of exponentials f32[n, m], and values
+    weighted by these f32[n, m, head_dim]; q [n, m, head_dim], with n = blocks * kv_heads."""
+    _, kv_heads, _, _ = shape = problem.k_pages.shape
+    q_per_kv = problem.q.shape[2] // kv_heads
+    rows = rows_of_heads(part.first_rows, block, shape)
+    gather = lambda pages: gather_block(pages, rows, block)
+    seen = lambda: part.queries.visible(part.start, block, q.shape[1] // q_per_kv, kv_heads, q_per_kv)
     k_scale = None if problem.k_scales is None else gather(problem.k_scales)
-    s = jnp.where(seen, scores(q, gather(problem.k_pages), k_scale, options), -jnp.inf)
+    s = jnp.where(seen(), scores(q, gather(problem.k_pages), k_scale, options), -jnp.inf)
     top = jnp.maximum(jnp.max(s, axis=-1), _LOWEST)
     p = jnp.exp(s - top[:, :, None])
     total = tree_sum(p)
     if problem.v_scales is not None:
-        p = jnp.where(seen, p * gather(problem.v_scales)[:, None, :], 0.0)
+        p = jnp.where(seen(), p * gather(problem.v_scales)[:, None, :], 0.0)
     return top, total, weighted_values(p.astype(q.dtype), gather(problem.v_pages).astype(q.dtype), seen)
 
 
@@ -135,62 +138,50 @@ def blocks_per_turn(rows: int, nbytes: int) -> int:
     return max(1, min(TURN_BYTES // nbytes, rows if rows <= 4 else 2 * rows))
 
 
-def _attend_rows(problem: Problem, geo: Geometry, owner: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+def _attend_rows(
+    problem: Problem, queries: Queries, owner: jax.Array, options: AttentionOptions
+) -> tuple[jax.Array, jax.Array]:
     """All queries of each row of q as one product: (out in q.dtype, lse f32[rows, queries, heads]).
 
     `owner` i32[rows] is each row's line of the block tables, which several rows may share.
     """
-    count, queries, heads, head_dim = problem.q.shape
-    _, kv_heads, page_size, _ = problem.k_pages.shape
-    m = queries * heads // kv_heads
+    count, width, heads, head_dim = problem.q.shape
+    kv_heads = problem.k_pages.shape[1]
+    m = width * heads // kv_heads
     block = LONG_BLOCK_TOKENS if not options.deterministic and m >= MANY_QUERY_HEADS else BLOCK_TOKENS
     turn = blocks_per_turn(count, kv_heads * head_dim * max(block * problem.k_pages.dtype.itemsize, m * 4))
     q = group_queries(problem.q, kv_heads).reshape(count, kv_heads, m, head_dim)
-
-    begin, end = geo.blocks(block)
-    held = end - begin
-    order = jnp.argsort(-held).astype(jnp.int32)
-    levels = -(-problem.block_tables.shape[1] * page_size // block) + 1 + turn
-    before = jnp.sum(jnp.minimum(held[None, :], lax.iota(jnp.int32, levels)[:, None]), axis=1, dtype=jnp.int32)
-    nth = lax.iota(jnp.int32, turn)
+    line = Line.of(problem, queries, owner, block, turn)
+    place = lax.iota(jnp.int32, turn)
 
     def take_turn(state):
-        """The next blocks of the line, from its place `at` on; `level` counts the blocks before that one in its row."""
-        at, level, carry = state
-        starts = lax.dynamic_slice_in_dim(before, level + 1, turn)  # of the next levels: a turn cannot reach beyond them
-        live = at + nth < before[-1]
-        own = jnp.where(live, level + jnp.sum(starts[None, :] <= (at + nth)[:, None], axis=1, dtype=jnp.int32), level)
-        row = order[jnp.where(live, at + nth - before[own], 0)]
-        rows = row_indices(begin[row] + own, block, problem.k_pages.shape, problem.block_tables, owner[row])
-        sees = Geometry(jnp.where(live[:, None], geo.last[row], -1), geo.first[row])
-        seen = visible(begin[row] + own, block, sees, kv_heads, heads // kv_heads)
-        parts = _attend_blocks(problem, options, take_rows(q, row).reshape(turn * kv_heads, m, head_dim), rows, seen)
+        """The blocks from place `at` on."""
+        at, carry = state
+        part = line.part(at, turn)
+        parts = _attend_blocks(problem, options, take_rows(q, part.row).reshape(turn * kv_heads, m, head_dim), part, block)
         parts = tuple(x.reshape(turn, kv_heads, *x.shape[1:]) for x in parts)
 
         def merge(state):
             """One level's blocks, which belong to rows next to each other; the carry has room for the others beside them."""
             level, carry = state
-            place = at + nth
-            use = (place >= before[level]) & (place < before[level + 1])
-            window = turn + at - before[level]
+            use = (at + place >= line.before[level]) & (at + place < line.before[level + 1])
+            window = turn + at - line.before[level]
             old = tuple(lax.dynamic_slice_in_dim(x, window, turn) for x in carry)
             new = (jnp.where(jnp.expand_dims(use, range(1, x.ndim)), y, x) for x, y in zip(old, _merged(old, parts)))
             return level + 1, tuple(lax.dynamic_update_slice_in_dim(x, y, window, 0) for x, y in zip(carry, new))
 
-        last = jnp.minimum(at + turn, before[-1])
-        _, carry = lax.while_loop(lambda state: before[state[0]] < last, merge, (level, carry))
-        return at + turn, level + jnp.sum(starts <= at + turn, dtype=jnp.int32), carry
+        last = jnp.minimum(at + turn, line.before[-1])
+        state = (part.level[0], carry)
+        _, carry = merge(state) if turn == 1 else lax.while_loop(lambda state: line.before[state[0]] < last, merge, state)
+        return at + turn, carry
 
     shape = (count + 2 * turn, kv_heads, m)
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
-    zero = jnp.int32(0)
-    *_, (top, total, acc) = lax.while_loop(lambda state: state[0] < before[-1], take_turn, (zero, zero, start))
-    back = jnp.zeros(count, jnp.int32).at[order].set(turn + lax.iota(jnp.int32, count))
+    _, (top, total, acc) = lax.while_loop(lambda state: state[0] < line.before[-1], take_turn, (jnp.int32(0), start))
+    back = turn + jnp.argsort(line.order).astype(jnp.int32)
     acc = take_rows(acc, back).reshape(count, kv_heads, m, head_dim)
-    results = (
-        ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, queries) for x in (top[back], total[back], acc)
-    )
-    return _finish(problem, geo.last >= 0, *results)
+    results = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, width) for x in (top[back], total[back], acc))
+    return _finish(problem, queries.alive(width), *results)
 
 
 def _finish(
@@ -229,15 +220,12 @@ def paged_attention_xla(problem: Problem, options: AttentionOptions) -> tuple[ja
     Returns:
       out [batch, queries, heads, head_dim] in q.dtype and lse f32[batch, queries, heads].
     """
-    kv_heads, page_size = problem.k_pages.shape[1:3]
-    batch, queries, heads, head_dim = problem.q.shape
-    width = query_tile(queries, heads // kv_heads, options.deterministic)
+    batch, queries, heads, _ = problem.q.shape
+    width = query_tile(queries, heads // problem.k_pages.shape[1], options.deterministic)
     tiles = -(-queries // width)
-    max_tokens = problem.block_tables.shape[1] * page_size
-    geo = geometry(tiles * width, problem.lengths, problem.num_queries, options.sliding_window, max_tokens)
-    q = jnp.pad(problem.q, ((0, 0), (0, tiles * width - queries), (0, 0), (0, 0)))
-    cut = lambda x: x.reshape(batch * tiles, width, *x.shape[2:])
+    q = jnp.pad(problem.q, ((0, 0), (0, tiles * width - queries), (0, 0), (0, 0))).reshape(batch * tiles, width, heads, -1)
     owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles)
-    parts = _attend_rows(problem._replace(q=cut(q)), Geometry(*map(cut, geo)), owner, options)
+    where = Queries.of(problem, options.sliding_window).tiles(width, tiles)
+    parts = _attend_rows(problem._replace(q=q), where, owner, options)
     out, lse = (x.reshape(batch, tiles * width, *x.shape[2:])[:, :queries] for x in parts)
     return out, lse

@@ -92,7 +92,7 @@ def assemble(config: ModelConfig, source: Source, *, dtype: str | None, mesh: ja
     by_parameter: dict[str, list[Tensor]] = {}
     for tensor in family_of(config.family).tensors(config):
         by_parameter.setdefault(tensor.parts[0].parameter, []).append(tensor)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
     flat = [(path, variable, parameter_name(path)) for path, variable in nnx.to_flat_state(state)]
     shardings = {name: sharding_of(config, name, mesh) for _, _, name in flat}
     total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for _, v, _ in flat)

@@ -33,7 +33,7 @@ def test_the_second_process_starts_from_the_first_ones_cache(folder: Path, tmp_p
 
 
 def test_the_table_names_every_part():
-    load = {"load": 1.0, "read": 0.5, "file_bytes": 2e6}
+    load = {"load": 1.0, "load_again": 0.7, "read": 0.5, "file_bytes": 2e6}
     figures = {"import_jax": 3.0, "import_jaxkv": 3.1, **load, "compile_cold": 8.0, "compile_warm": 2.0}
     rows = start_up.as_rows(figures)
     assert rows[0][1:] == ["0.10", "3.00 for jax, flax and transformers"]

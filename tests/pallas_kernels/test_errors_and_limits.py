@@ -106,7 +106,8 @@ def test_slots_near_the_limit_of_int32():
     tokens = paged_attention_xla.BLOCK_TOKENS
     blocks = 4096 // tokens  # of a page; the gather's row numbers of the last page's last block
     table, row = jnp.full((1, 2), 2**16 - 2, jnp.int32), jnp.zeros(1, jnp.int32)
-    rows = np.asarray(key_blocks.row_indices(row + blocks - 1, tokens, shape, table, row))
+    found = key_blocks.first_rows(row + blocks - 1, tokens, shape, table, row)
+    rows = np.asarray(key_blocks.rows_of_heads(found, tokens, shape))
     want = ((2**16 - 2) * 8 + np.arange(8)) * blocks + blocks - 1
     assert (rows.reshape(8) == want).all() and rows.max() < 2**31 // tokens
 

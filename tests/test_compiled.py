@@ -129,9 +129,8 @@ class TestPool:
     def test_pages_and_queries_are_read_as_whole_rows(self, dtype: str):
         """[pages, page * head_dim], nothing fused behind it: then XLA on CPU copies rows, else number by number."""
         program = compiled_generate(decoders.decoder(dtype=dtype))
-        gathers = [
-            i for i in program.everything if i.opcode == "gather" and "attend/while" in i.line and i.size > POOL // NUM_PAGES
-        ]
+        in_turns = lambda i: re.search("attend/(eval_jaxpr/)?while/", i.line)
+        gathers = [i for i in program.everything if i.opcode == "gather" and in_turns(i) and i.size > POOL // NUM_PAGES]
         widths = set()
         for gather in gathers:
             (root,) = [i for i in program.instructions if i.computation == gather.computation]
@@ -180,11 +179,13 @@ class TestProducts:
                     seen.add(name)
         assert seen == set(weights)
 
-    def test_few_bfloat16_rows_do_not_convert_the_weights_in_front_of_the_loop(self):
+    @pytest.mark.parametrize(("hidden", "intermediate"), [(72, 88), (128, 192)])
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_few_bfloat16_rows_do_not_convert_the_weights_in_front_of_the_loop(self, rows: int, hidden: int, intermediate: int):
         """They would be read as float32 at every step then, twice the bytes; and held twice."""
-        model = decoders.decoder(hidden_size=72, intermediate_size=88, dtype="bfloat16")
-        program = compiled_generate(model, max_seqs=1)
-        weights = {(2 * 4 * 8, 72), (72, 32), (2 * 88, 72), (72, 88)}
+        model = decoders.decoder(hidden_size=hidden, intermediate_size=intermediate, dtype="bfloat16")
+        program = compiled_generate(model, max_seqs=rows)
+        weights = {(2 * 4 * 8, hidden), (hidden, 32), (2 * intermediate, hidden), (hidden, intermediate)}
         wide = [i.line for i in program.instructions if i.shape in weights and " f32[" in i.line]
         assert wide == []
 

@@ -32,9 +32,10 @@ def test_every_form_gives_the_product(rows: int, width: int, dtype: str):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=unit, atol=unit * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (2, "float32"), (9, "float32"), (40, "float32")])
-def test_derivatives_are_those_of_the_product(rows: int, dtype: str):
-    x, weight = arrays(rows, 48, (11,), dtype)
+@pytest.mark.parametrize("width", [48, 128])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (2, "float32"), (9, "float32"), (40, "float32")])
+def test_derivatives_are_those_of_the_product(rows: int, dtype: str, width: int):
+    x, weight = arrays(rows, width, (11,), dtype)
     g = arrays(rows, 11, (), dtype)[0]
     plain = lambda x, w: jnp.sum((jnp.einsum("bk,nk->bn", x, w, precision="highest") * g).astype(jnp.float32))
     ours = lambda x, w: jnp.sum((linear(x, w) * g).astype(jnp.float32))

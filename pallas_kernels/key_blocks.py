@@ -124,7 +124,7 @@ class Line(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, queries: Queries, owner: jax.Array, block: int, room: int) -> Line:
-        """The line of rows of queries, which read the lines `owner` i32[rows] of the tables; `room` places stay empty at its end."""
+        """The line for rows of queries that read the rows `owner` i32[rows] of the tables; `room` places stay empty at its end."""
         begin, end = queries.blocks(block)
         held, rows = end - begin, owner.shape[0]
         order = jnp.argsort(-held).astype(jnp.int32)

@@ -190,6 +190,27 @@ class TestProducts:
         assert wide == []
 
 
+class TestAttention:
+    def test_where_the_blocks_are_is_worked_out_once_for_all_layers(self):
+        def outside(layers: int) -> dict[str, int]:
+            program = compiled_generate(decoders.decoder(num_layers=layers))
+            here = [
+                i for i in program.everything if "attend/" in i.line and not re.search("attend/(eval_jaxpr/)?while/", i.line)
+            ]
+            searches = [i for i in here if i.opcode == "gather" and len(i.shape) == 2]
+            return {"sorts": sum(i.opcode == "sort" for i in here), "searches": len(searches)}
+
+        few, more = outside(2), outside(5)
+        assert few == more and min(few.values()) > 0
+
+    @pytest.mark.parametrize(("rows", "places"), [(1, 2), (2, 3)])
+    def test_the_only_row_does_not_attend_beside_its_own_prompt(self, rows: int, places: int):
+        """Steps of decode rows, and steps with a chunk of prompts and, if there may be any, decode rows."""
+        program = compiled_generate(decoders.decoder(num_layers=2), max_seqs=rows)
+        loops = [i for i in program.instructions if i.opcode == "while" and re.search('attend/(eval_jaxpr/)?while"', i.line)]
+        assert len(loops) == 2 * places
+
+
 class TestParameters:
     def test_a_jitted_rollout_and_training_step_does_not_copy_them(self):
         model = decoders.decoder(hidden_size=40, intermediate_size=56)

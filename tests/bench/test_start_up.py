@@ -38,7 +38,8 @@ def test_the_table_names_every_part():
     rows = start_up.as_rows(figures)
     assert rows[0][1:] == ["0.10", "3.00 for jax, flax and transformers"]
     assert rows[1][1:] == ["1.00", "0.50 to read its 2 MB"]
-    assert rows[3][1:] == ["2.0", "25% of it, from the cache"]
+    assert rows[2][1] == "0.70"
+    assert rows[4][1:] == ["2.0", "25% of it, from the cache"]
 
 
 def test_a_process_that_fails_says_so(tmp_path: Path):

@@ -32,9 +32,9 @@ def optional(param: Any) -> Array | None:
 
 def new_param(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: str, std: float | None = 0.02) -> nnx.Param:
     """A parameter of normal noise of standard deviation `std`, or of zeros where it or `rngs` is None."""
-    zeros = std is None or rngs is None
-    array = jnp.zeros(shape, dtype) if zeros else jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(std, dtype)
-    return nnx.Param(array)
+    if std is None or rngs is None:
+        return nnx.Param(jnp.zeros(shape, dtype))
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(std, dtype))
 
 
 class Norm(nnx.Module):

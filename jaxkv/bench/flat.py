@@ -103,7 +103,7 @@ WHAT = {"pool": "pages in the pool", "table": "columns of the block tables", "wa
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", nargs="*", choices=[*WHAT, []], default=list(WHAT), help="all, unless some are named")
+    parser.add_argument("what", nargs="*", choices=[*WHAT, []], default=[], help="all, unless some are named")
     parser.add_argument("--model", default="default")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -118,7 +118,7 @@ def main() -> None:
     work = Workload(args.batch_size, args.context_length, args.new_tokens, args.page_size)
     factors = {"pool": 50, "table": 16, "waiting": 64}
     results = {}
-    for what in args.what:
+    for what in args.what or WHAT:
         factor = args.factor or factors[what]
         results[what] = {"factor": factor, **compare(model, variants(work, what, factor), args.repeats)}
     if args.json:

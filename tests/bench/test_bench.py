@@ -116,6 +116,16 @@ def test_variants_differ_in_one_thing() -> None:
     assert small.work == large.work and (small.waiting, large.waiting) == (64, 320)
 
 
+@pytest.mark.parametrize(("named", "want"), [([], list(flat.WHAT)), (["table"], ["table"])])
+def test_all_is_measured_unless_some_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: list[str], want: list[str]
+) -> None:
+    monkeypatch.setattr(flat, "compare", lambda *_: {"step_seconds": [0.001, 0.001], "ratio": 1.0})
+    monkeypatch.setattr("sys.argv", ["flat", *named, "--model", str(folder), "--json"])
+    flat.main()
+    assert [name for name in json.loads(capsys.readouterr().out) if name in flat.WHAT] == want
+
+
 def test_a_run_too_short_is_refused(model: jaxkv.Decoder) -> None:
     with pytest.raises(ValueError, match="at least 64, got 8"):
         flat.compare(model, flat.variants(Workload(2, 8, new_tokens=8), "pool", 5), repeats=2)

@@ -271,8 +271,10 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_plot_of_dtypes_with_different_workloads(tmp_path: Path) -> None:
-    """Regression: the documentation's own figures, whose ragged requests ran in one dtype, could not be drawn."""
+    """Regression: figures whose ragged requests ran in one dtype could not be drawn."""
     report = json.loads((Path(__file__).parents[2] / "docs" / "compare.json").read_text())
+    narrow = report["dtypes"][1]
+    narrow["cells"] = [cell for cell in narrow["cells"] if cell["kind"] != "ragged"]
     assert [any(cell["kind"] == "ragged" for cell in part["cells"]) for part in report["dtypes"]] == [True, False]
     plot(report, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()  # a title is a comment beside its outlines

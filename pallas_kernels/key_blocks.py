@@ -75,8 +75,9 @@ class Queries(NamedTuple):
         seen = (position <= own) & (index < self.count[:, None, None])
         if self.window is not None:
             seen &= position > own - self.window
-        shape = (start.shape[0], kv_heads, queries, q_per_kv, block)
-        return lax.broadcast_in_dim(seen, shape, (0, 2, 4)).reshape(-1, queries * q_per_kv, block)
+        rows = start.shape[0]
+        seen = lax.broadcast_in_dim(seen, (rows, kv_heads, queries, q_per_kv, block), (0, 2, 4))
+        return seen.reshape(rows * kv_heads, queries * q_per_kv, block)
 
 
 def first_rows(blocks: jax.Array, block: int, shape: tuple[int, ...], block_tables: jax.Array, owner: jax.Array) -> jax.Array:

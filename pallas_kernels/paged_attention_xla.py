@@ -145,7 +145,7 @@ def _attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """All queries of each row of q as one product: (out in q.dtype, lse f32[rows, queries, heads]).
 
-    `owner` i32[rows] is each row's line of the block tables, which several rows may share.
+    `owner` i32[rows] is each row's row of the block tables, which several rows may share.
     """
     count, width, heads, head_dim = problem.q.shape
     kv_heads = problem.k_pages.shape[1]
@@ -221,10 +221,12 @@ def paged_attention_xla(problem: Problem, options: AttentionOptions) -> tuple[ja
     Returns:
       out [batch, queries, heads, head_dim] in q.dtype and lse f32[batch, queries, heads].
     """
-    batch, queries, heads, _ = problem.q.shape
+    batch, queries, heads, head_dim = problem.q.shape
     width = query_tile(queries, heads // problem.k_pages.shape[1], options.deterministic)
     tiles = -(-queries // width)
-    q = jnp.pad(problem.q, ((0, 0), (0, tiles * width - queries), (0, 0), (0, 0))).reshape(batch * tiles, width, heads, -1)
+    q = jnp.pad(problem.q, ((0, 0), (0, tiles * width - queries), (0, 0), (0, 0))).reshape(
+        batch * tiles, width, heads, head_dim
+    )
     owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles)
     where = Queries.of(problem, options.sliding_window).tiles(width, tiles)
     parts = _attend_rows(problem._replace(q=q), where, owner, options)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv.cache_picture import picture
-from jaxkv.cache_report import Bookkeeping
+from jaxkv.cache.report import Bookkeeping
+from jaxkv.viz.cache_picture import picture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

@@ -1,21 +1,35 @@
 """jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`."""
 
-from jaxkv import viz
-from jaxkv.auto import AutoModelForCausalLM, CausalLM
-from jaxkv.beam_search import BeamSearchOutput, beam_search
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jaxkv.cache.paged_kv_cache import CacheStats, PagedKVCache
 from jaxkv.config import CacheConfig, ModelConfig, Rope
-from jaxkv.generate import GenerateOutput, GenerateStats, Token, generate, stream
-from jaxkv.kv_cache import CacheStats, PagedKVCache
-from jaxkv.model import Decoder
-from jaxkv.naive import generate_naive
-from jaxkv.rollout import Mismatch, Sequences, mismatch, sequences
-from jaxkv.sampling import Sampling, sample
-from jaxkv.score import score
-from jaxkv.speculative import Draft, NGram
-from jaxkv.step import StepInputs, extend, step
+from jaxkv.decode.beam_search import BeamSearchOutput, beam_search
+from jaxkv.decode.generate import GenerateOutput, GenerateStats, Token, generate, stream
+from jaxkv.decode.naive import generate_naive
+from jaxkv.decode.sampling import Sampling, sample
+from jaxkv.decode.speculative import Draft, NGram
+from jaxkv.decode.step import StepInputs, extend, step
+from jaxkv.hf import AutoModelForCausalLM, CausalLM
+from jaxkv.model.decoder import Decoder
+from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
+from jaxkv.rl.score import score
 from jaxkv.weights import load, save
 
+if TYPE_CHECKING:
+    from jaxkv import viz
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`jaxkv.viz`, loaded when it is asked for: drawing is no part of decoding."""
+    if name == "viz":
+        return importlib.import_module("jaxkv.viz")
+    raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+
 
 __all__ = [
     "AutoModelForCausalLM",

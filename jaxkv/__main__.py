@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxkv.cli import main
+from jaxkv.cli.main import main
 
 sys.exit(main())

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from pallas_kernels import compile_report, paged_attention
-from pallas_kernels.targets import TARGETS
+from pallas_kernels import paged_attention
+from pallas_kernels.tools import compile_report
+from pallas_kernels.tools.targets import TARGETS
 
 # %% [markdown]
 # ## The operation

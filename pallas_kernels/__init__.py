@@ -7,7 +7,7 @@
 It needs jax only. `docs/kernels.md` says what runs where, and what has been compiled but never run.
 """
 
-from pallas_kernels.paged_attention import paged_attention, paged_prefill_attention
-from pallas_kernels.write_pages import quantize, write_pages
+from pallas_kernels.paged_attention_op import paged_attention, paged_prefill_attention
+from pallas_kernels.write_pages_op import quantize, write_pages
 
 __all__ = ["paged_attention", "paged_prefill_attention", "quantize", "write_pages"]

@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import jaxkv
-from jaxkv import PagedKVCache, Sampling, products
+from jaxkv import PagedKVCache, Sampling
+from jaxkv.ops import products
 
 NUM_PAGES, PAGE, ROWS, CHUNK = 1237, 4, 3, 16
 POOL = NUM_PAGES * 2 * PAGE * 8  # elements of one layer's k_pages

@@ -9,7 +9,7 @@ import jax
 
 import jaxkv
 from jaxkv.bench.measure import Runner, Workload, machine, memory_bandwidth, peak_memory, reset_peak_memory, step_bytes, table
-from jaxkv.model import Decoder, parameters_nbytes
+from jaxkv.model.decoder import Decoder, parameters_nbytes
 
 HEADER = ["batch", "context", "prefill tok/s", "decode tok/s", "ms/step", "limit tok/s", "% of limit", "compile s", "peak MiB"]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.model import Decoder, parameters_nbytes, value
+from jaxkv.model.decoder import Decoder, parameters_nbytes, value
 
 STREAM_BYTES = 2**29
 """Size of the array whose reading measures the memory bandwidth: well above any cache."""

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from jaxkv.config import ModelConfig
 from jaxkv.families import Tensor, family_of
-from jaxkv.model import Decoder
-from jaxkv.weights.sharding import sharding_of
+from jaxkv.model.decoder import Decoder
+from jaxkv.sharding import sharding_of
 from jaxkv.weights.source import Source
 
 _PROGRESS_FROM = 64 * 2**20  # bytes; smaller models are there before a bar could be read
@@ -82,7 +82,7 @@ def assemble(config: ModelConfig, source: Source, *, dtype: str | None, mesh: ja
       config: its dtype is replaced.
       source: where the tensors are.
       dtype: of the parameters; None keeps the source's.
-      mesh: devices to spread the parameters over, see `jaxkv.weights.sharding`.
+      mesh: devices to spread the parameters over, see `jaxkv.sharding`.
 
     Raises:
       ValueError: the source does not fit the configuration, or the mesh does not; nothing has been read then.

@@ -10,7 +10,7 @@ import jax
 from jaxkv.config import ModelConfig
 from jaxkv.families import family_of, from_hf
 from jaxkv.families.hf import transformers
-from jaxkv.model import Decoder
+from jaxkv.model.decoder import Decoder
 from jaxkv.weights.assemble import assemble
 from jaxkv.weights.default_model import ALIASES, default_model_path
 from jaxkv.weights.gguf_file import GGUFFile

@@ -8,12 +8,12 @@ import pytest
 from tiny import save_model
 
 import jaxkv
-from jaxkv.bench import flat
-from jaxkv.bench.against_transformers import Torch, compare
-from jaxkv.bench.against_transformers import as_row as comparison_row
+from benchmarks import growth
+from benchmarks.against_transformers import Torch, compare
+from benchmarks.against_transformers import as_row as comparison_row
 from jaxkv.bench.decode import HEADER
 from jaxkv.bench.measure import Runner, Workload, memory_bandwidth, peak_memory, reset_peak_memory, step_bytes, table
-from jaxkv.cli import main
+from jaxkv.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -100,35 +100,35 @@ def _rngs():
 
 @pytest.mark.parametrize("what", ["pool", "table", "waiting"])
 def test_what_must_not_matter_is_compared_turn_by_turn(model: jaxkv.Decoder, what: str) -> None:
-    pair = flat.variants(Workload(2, 8, new_tokens=64, page_size=16), what, factor=1 if what == "table" else 3)
-    result = flat.compare(model, pair, repeats=2)
-    assert [len(t) for t in result["turns"]] == [2 * (64 // flat.TURN - 1)] * 2
+    pair = growth.variants(Workload(2, 8, new_tokens=64, page_size=16), what, factor=1 if what == "table" else 3)
+    result = growth.compare(model, pair, repeats=2)
+    assert [len(t) for t in result["turns"]] == [2 * (64 // growth.TURN - 1)] * 2
     assert result["ratio"] == pytest.approx(result["step_seconds"][1] / result["step_seconds"][0])
 
 
 def test_variants_differ_in_one_thing() -> None:
     work = Workload(2, 8, new_tokens=64, page_size=16)
-    small, large = flat.variants(work, "pool", 5)
+    small, large = growth.variants(work, "pool", 5)
     assert (small.work.num_pages, large.work.num_pages, small.room) == (11, 51, large.room)
-    small, large = flat.variants(work, "table", 5)
+    small, large = growth.variants(work, "table", 5)
     assert small.work == large.work and (small.room, large.room) == (64, 352)
-    small, large = flat.variants(work, "waiting", 5)
+    small, large = growth.variants(work, "waiting", 5)
     assert small.work == large.work and (small.waiting, large.waiting) == (64, 320)
 
 
-@pytest.mark.parametrize(("named", "want"), [([], list(flat.WHAT)), (["table"], ["table"])])
+@pytest.mark.parametrize(("named", "want"), [([], list(growth.WHAT)), (["table"], ["table"])])
 def test_all_is_measured_unless_some_are_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: list[str], want: list[str]
 ) -> None:
-    monkeypatch.setattr(flat, "compare", lambda *_: {"step_seconds": [0.001, 0.001], "ratio": 1.0})
+    monkeypatch.setattr(growth, "compare", lambda *_: {"step_seconds": [0.001, 0.001], "ratio": 1.0})
     monkeypatch.setattr("sys.argv", ["flat", *named, "--model", str(folder), "--json"])
-    flat.main()
-    assert [name for name in json.loads(capsys.readouterr().out) if name in flat.WHAT] == want
+    growth.main()
+    assert [name for name in json.loads(capsys.readouterr().out) if name in growth.WHAT] == want
 
 
 def test_a_run_too_short_is_refused(model: jaxkv.Decoder) -> None:
     with pytest.raises(ValueError, match="at least 64, got 8"):
-        flat.compare(model, flat.variants(Workload(2, 8, new_tokens=8), "pool", 5), repeats=2)
+        growth.compare(model, growth.variants(Workload(2, 8, new_tokens=8), "pool", 5), repeats=2)
 
 
 @pytest.mark.torch

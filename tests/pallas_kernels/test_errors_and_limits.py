@@ -13,9 +13,9 @@ from pallas_kernels.config import KernelConfig, generation_of, kernel_config
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_mosaic import BLOCK_TOKENS, mosaic_config
 from pallas_kernels.paged_attention_triton import check_offsets, make_plan
-from pallas_kernels.targets import TARGETS, target_mesh
-from pallas_kernels.traffic import bytes_read, mosaic_slot_reads, slot_reads
-from pallas_kernels.write_pages import slot_indices
+from pallas_kernels.tools.targets import TARGETS, target_mesh
+from pallas_kernels.tools.traffic import bytes_read, mosaic_slot_reads, slot_reads
+from pallas_kernels.write_pages_op import slot_indices
 
 
 def arguments(dtype="float32", page_dtype=None):

@@ -64,7 +64,7 @@ def test_the_pool_is_not_copied_on_cpu(dtype):
 
     Where the dtype still goes through its bits (see `_WIDENED_ON_CPU`) one pool-sized temporary each is the price.
     """
-    from pallas_kernels.write_pages import _WIDENED_ON_CPU
+    from pallas_kernels.write_pages_op import _WIDENED_ON_CPU
 
     shape = (513, 2, 16, 64)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

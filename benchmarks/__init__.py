@@ -1,0 +1,10 @@
+"""Measurements for those who develop jaxkv, each runnable from a checkout.
+
+python -m benchmarks.compare                side by side with other engines, and with what the machine allows
+python -m benchmarks.against_transformers   decode next to transformers on torch, same weights and threads
+python -m benchmarks.continuous_batching    rows refilled as they end next to static batches
+python -m benchmarks.growth                 time per step with a larger pool, wider tables, more waiting prompts
+python -m benchmarks.start_up               import, load and compilation, with and without the compilation cache
+
+What a user measures, `jaxkv bench`, is `jaxkv.bench`. These are no part of the installed package, and the package does not know them.
+"""

@@ -1,0 +1,124 @@
+"""What stands between a command and its first token: `python -m benchmarks.start_up`.
+
+Every part is timed in processes of its own: import, load, and the first `generate`, once with an empty compilation cache and once
+with the cache that the first one left behind.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from jaxkv.bench.measure import table
+
+HEADER = ["", "seconds", "beside"]
+
+_IMPORT = "import time; start = time.perf_counter(); import {names}; print(time.perf_counter() - start)"
+
+
+def import_seconds(names: str, repeats: int) -> float:
+    """Seconds of importing packages in a fresh interpreter, the median of `repeats`."""
+    runs = [subprocess.run([sys.executable, "-c", _IMPORT.format(names=names)], capture_output=True, text=True, check=True)
+            for _ in range(repeats)]  # fmt: skip
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def read_seconds(model: str, dtype: str | None) -> dict[str, float]:
+    """Seconds of `jaxkv.load`, of the same once more, now that transformers' modules are imported, and of reading the model's
+    files (they are in memory then, and so they were before)."""
+    import jax
+
+    import jaxkv
+    from jaxkv.weights.loading import find
+
+    path = find(model)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    for file in files:
+        file.read_bytes()  # not the disk is measured
+
+    def load() -> float:
+        start = time.perf_counter()
+        loaded, _ = jaxkv.load(model, dtype=dtype)
+        jax.block_until_ready(jax.tree.leaves(loaded))
+        return time.perf_counter() - start
+
+    first, again = load(), load()
+    start = time.perf_counter()
+    for file in files:
+        file.read_bytes()
+    read = time.perf_counter() - start
+    return {"load": first, "load_again": again, "read": read, "file_bytes": sum(file.stat().st_size for file in files)}
+
+
+def first_generate(model: str, dtype: str | None, cache: str) -> dict[str, float]:
+    """Seconds of tracing and compiling one `generate` (16 prompt tokens, 16 new ones) with the compilation cache in `cache`."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxkv
+
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_enable_compilation_cache", True)
+    loaded, _ = jaxkv.load(model, dtype=dtype)
+
+    def run() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(jaxkv.generate(loaded, jnp.ones((1, 16), jnp.int32), max_new_tokens=16))
+        return time.perf_counter() - start
+
+    first = run()
+    return {"first": first - run()}
+
+
+def measure(model: str, dtype: str | None, repeats: int) -> dict[str, Any]:
+    """All figures, in seconds; see `as_rows` for what they are."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = (_in_process("first_generate", model, dtype, cache)["first"] for _ in range(2))
+    return {
+        "import_jax": import_seconds("jax, flax.nnx, transformers", repeats),
+        "import_jaxkv": import_seconds("jax, flax.nnx, transformers, jaxkv", repeats),
+        **_in_process("read_seconds", model, dtype),
+        "compile_cold": cold,
+        "compile_warm": warm,
+    }
+
+
+def _in_process(name: str, *args: Any) -> dict[str, float]:
+    """Calls a function of this file in a fresh interpreter."""
+    code = f"import json, sys; from benchmarks.start_up import {name} as f; print(json.dumps(f(*json.loads(sys.argv[1]))))"
+    made = subprocess.run([sys.executable, "-c", code, json.dumps(args)], stdout=subprocess.PIPE, text=True)
+    if made.returncode:
+        raise ValueError(f"{name} failed, see above")
+    return json.loads(made.stdout.splitlines()[-1])
+
+
+def as_rows(figures: dict[str, Any]) -> list[list[str]]:
+    """The figures as the table shows them, each beside what it is held against."""
+    f = figures
+    return [
+        ["import jaxkv", f"{f['import_jaxkv'] - f['import_jax']:.2f}", f"{f['import_jax']:.2f} for jax, flax and transformers"],
+        ["load the model", f"{f['load']:.2f}", f"{f['read']:.2f} to read its {f['file_bytes'] / 1e6:.0f} MB"],
+        ["the same again", f"{f['load_again']:.2f}", "with the modules of transformers that the first load imports"],
+        ["compile generate", f"{f['compile_cold']:.1f}", "with an empty compilation cache"],
+        ["the same again", f"{f['compile_warm']:.1f}", f"{f['compile_warm'] / f['compile_cold']:.0%} of it, from the cache"],
+    ]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    figures = measure(args.model, args.dtype, args.repeats)
+    print(json.dumps(figures) if args.json else table(HEADER, as_rows(figures)))
+
+
+if __name__ == "__main__":
+    main()

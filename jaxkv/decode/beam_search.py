@@ -1,0 +1,268 @@
+"""Beam search on forks: the beams of all prompts are rows of one paged cache, and moving a beam moves reference counts.
+
+    rows      [ prompt 0: beam 0 | beam 1 | beam 2 ][ prompt 1: beam 0 | beam 1 | beam 2 ]
+    prefill     computed here  --+--------> fork
+    each step   1. rows take one token each; a partly filled page that beams share is copied before it is written
+                2. the best `keep` continuations of a prompt's beams; those that end move to the finished ones
+                3. the best that go on become the beams: rows swap block tables, pages stay where they are
+
+Scores and stopping are those of transformers 5, so that results are the same (see `jaxkv.decode.beams`). Prompts do not influence one
+another, and one that can no longer improve gives its pages back while the others go on.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jaxkv.cache.paged_kv_cache import PagedKVCache
+from jaxkv.config import pages_for
+from jaxkv.decode.beams import Beams, Rules, candidates, select
+from jaxkv.decode.generate import end_ids, pad_prompts
+from jaxkv.decode.run_state import Chunk
+from jaxkv.decode.step import StepInputs, check_tokens, step
+from jaxkv.model.attend import Paged, Segment
+from jaxkv.model.decoder import Decoder
+
+
+class BeamSearchOutput(NamedTuple):
+    """What `beam_search` returns; the best sequence first.
+
+    Attributes:
+      tokens: generated ids, an end token included, padded with -1.
+      lengths: how many are real.
+      scores: sum of the tokens' log-probabilities over lengths ** length_penalty.
+      steps: passes of all beams through the model, prefill not counted.
+      peak_pages: most pages in use at once.
+    """
+
+    tokens: Int[Array, "num_prompts num_return max_new"]
+    lengths: Int[Array, "num_prompts num_return"]
+    scores: Float[Array, "num_prompts num_return"]
+    steps: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+
+
+class _Search(NamedTuple):
+    """What is fixed, and static under jit."""
+
+    num_beams: int
+    max_new: int
+    num_return: int
+    chunk: int
+    implementation: str | None
+    deterministic: bool
+
+
+class _Sizes(NamedTuple):
+    """Arguments of the cache; static under jit."""
+
+    num_pages: int
+    page_size: int
+    max_seqs: int
+    max_seq_len: int
+
+
+def beam_search(
+    model: Decoder,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+    length_penalty: float | Array = 1.0,
+    early_stopping: bool | str = False,
+    eos_token_id: int | Sequence[int] | Array | None = None,
+    num_return_sequences: int = 1,
+    page_size: int = 16,
+    num_pages: int | None = None,
+    prefill_chunk: int | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> BeamSearchOutput:
+    """The most probable continuations that a beam search finds, over a paged cache, on the device.
+
+    A prompt is computed once and its beams share its pages; where two beams agree they go on sharing them. Works alone and
+    inside the caller's `jax.jit`. All beams of all prompts step together, `num_prompts * num_beams` rows.
+
+    Args:
+      model: the decoder.
+      prompts: token ids, right-padded (what stands in the padding does not matter), or a list of lists of ids.
+      prompt_lengths: tokens of each prompt, >= 1; by default all of `prompts`.
+      num_beams: sequences kept per prompt, >= 1.
+      max_new_tokens: tokens to generate at most, >= 1.
+      length_penalty: scores are divided by (generated tokens) ** length_penalty, the prompt not counted; > 0 favours long ones.
+      early_stopping: when a prompt that has `num_beams` finished sequences is over. True: at once. False: when its best beam,
+        scored at its present length, is no better than the worst of them. "never": when it cannot become better at any length.
+      eos_token_id: id or ids that end a sequence; the id itself is part of the result.
+      num_return_sequences: how many of the `num_beams` best to return.
+      page_size: tokens a page holds.
+      num_pages: pages in the pool, null page included; by default enough for beams that share nothing but the prompt.
+      prefill_chunk: prompt tokens computed at once, by default up to 256.
+      deterministic: the bits of a prompt's result do not depend on the other prompts.
+      implementation: of the attention kernel, see `pallas_kernels.paged_attention`.
+
+    Returns:
+      A `BeamSearchOutput`.
+
+    Raises:
+      ValueError: an argument is out of range; the message names it and the way out. Values that are traced are not checked.
+
+    Source: transformers 5, `GenerationMixin._beam_search`.
+    """
+    prompts, lengths = pad_prompts(prompts, prompt_lengths)
+    eos = end_ids(eos_token_id)
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    if jnp.shape(length_penalty) != ():
+        raise ValueError(f"length_penalty must be one number, got shape {list(jnp.shape(length_penalty))}")
+    width = prompts.shape[1]
+    chunk = Chunk.holding(None, width, 1).tokens if prefill_chunk is None else prefill_chunk
+    search = _Search(num_beams, max_new_tokens, num_return_sequences, chunk, implementation, deterministic)
+    _check(search, page_size, eos.shape[0], model.config.vocab_size)
+    check_tokens(jnp.where(jnp.arange(width)[None, :] < lengths[:, None], prompts, 0), model.config.vocab_size)
+    sizes = _cache_sizes(model, lengths, width, search, page_size, num_pages)
+    eager, patient = early_stopping is True, early_stopping == "never"
+    rules = Rules(jnp.asarray(length_penalty, jnp.float32), jnp.asarray(eager), jnp.asarray(patient))
+    return _beam_search(model, prompts, lengths, rules, eos, search, sizes)
+
+
+def _check(search: _Search, page_size: int, num_ends: int, vocab: int) -> None:
+    given = {
+        "num_beams": search.num_beams,
+        "max_new_tokens": search.max_new,
+        "num_return_sequences": search.num_return,
+        "page_size": page_size,
+        "prefill_chunk": search.chunk,
+    }
+    for name, n in given.items():
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {n!r}")
+    if search.num_return > search.num_beams:
+        raise ValueError(f"num_return_sequences is {search.num_return}, but num_beams is only {search.num_beams}")
+    if candidates(1, num_ends) > vocab:
+        raise ValueError(f"{num_ends} end tokens leave no other in a vocabulary of {vocab}")
+
+
+def _pages_needed(length: int, search: _Search, page_size: int) -> int:
+    """Pages for one prompt: its full ones, which the beams share, and each beam's own. The last token is never computed."""
+    if search.max_new == 1:
+        return pages_for(length, page_size)
+    shared = length // page_size
+    return shared + search.num_beams * (pages_for(length + search.max_new - 1, page_size) - shared)
+
+
+def _cache_sizes(model: Decoder, lengths: Array, width: int, search: _Search, page_size: int, num_pages: int | None) -> _Sizes:
+    """Sizes of the cache, from the width of `prompts` and not from `lengths`, so that other lengths do not recompile."""
+    allowed = model.config.max_seq_len
+    known = [width] * lengths.shape[0] if isinstance(lengths, Tracer) else np.asarray(lengths).tolist()
+    longest = max(known) + search.max_new
+    if longest > allowed:
+        raise ValueError(
+            f"a prompt of {max(known)} tokens and {search.max_new} new ones are {longest}, but the model allows {allowed}: "
+            "shorten the prompt or max_new_tokens"
+        )
+    width = min(width, allowed - search.max_new)
+    most = max(_pages_needed(n, search, page_size) for n in range(max(1, width - page_size), width + 1))
+    enough = len(known) * most + 1
+    traced = isinstance(lengths, Tracer)
+    need = enough if traced else sum(_pages_needed(n, search, page_size) for n in known) + 1
+    if num_pages is not None and num_pages < need:
+        raise ValueError(
+            f"num_pages is {num_pages}, but {search.num_beams} beams of each of {len(known)} prompts of up to {max(known)} "
+            f"tokens and {search.max_new} new ones need {need} pages of {page_size} tokens, the null page included"
+        )
+    rows = len(known) * search.num_beams
+    return _Sizes(enough if num_pages is None else num_pages, page_size, rows, width + search.max_new)
+
+
+class _State(NamedTuple):
+    """What goes round the loop: a cache whose rows hold all but each beam's last token, the beams, and counters."""
+
+    cache: PagedKVCache
+    beams: Beams
+    steps: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _beam_search(
+    model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: _Sizes
+) -> BeamSearchOutput:
+    state = _run(model, prompts, lengths, rules, eos, search, sizes)
+    results = (x[:, : search.num_return] for x in (state.beams.done_tokens, state.beams.done_lengths, state.beams.done_scores))
+    return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
+
+
+def _run(model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: _Sizes) -> _State:
+    num_prompts, num_beams = prompts.shape[0], search.num_beams
+    logits, cache = _prefill(model, PagedKVCache.create(model.config, **sizes._asdict()), prompts, lengths, search)
+    first = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32) * num_beams, num_beams)
+    cache = cache.fork(first, jnp.arange(cache.max_seqs, dtype=jnp.int32))
+    beams = Beams.start(num_prompts, num_beams, search.max_new, rules)
+    state = _State(cache, beams, jnp.zeros((), jnp.int32), _used(cache))
+    state = _select(state, jnp.repeat(logits, num_beams, axis=0), eos, search)
+    return lax.while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
+
+
+def _used(cache: PagedKVCache) -> Array:
+    return cache.num_pages - 1 - cache.num_free
+
+
+def _prefill(
+    model: Decoder, cache: PagedKVCache, prompts: Array, lengths: Array, search: _Search
+) -> tuple[Float[Array, "num_prompts vocab"], PagedKVCache]:
+    """Every prompt once, into the first row of its beams, one chunk of one prompt at a time; logits of their last tokens."""
+    num_prompts, config = prompts.shape[0], model.config
+
+    def chunk(state: tuple[PagedKVCache, Array, Array]) -> tuple[PagedKVCache, Array, Array]:
+        cache, last, prompt = state
+        row = prompt * search.num_beams
+        begin = cache.lengths[row]
+        count = jnp.minimum(lengths[prompt] - begin, search.chunk)
+        tokens = prompts.at[prompt, begin + jnp.arange(search.chunk, dtype=jnp.int32)].get(mode="clip")
+        added = jnp.where(jnp.arange(cache.max_seqs) == row, count, 0)
+        cache = cache.allocate(added, max_tokens=search.chunk).advance(added)
+        segment = Segment(cache.block_tables[row][None], cache.lengths[row][None], count[None], queries=search.chunk)
+        attend = Paged.over(
+            (segment,), cache.page_size, implementation=search.implementation, deterministic=search.deterministic
+        )
+        hidden, pages = model.forward(tokens, attend.positions(), attend, cache.pages, deterministic=search.deterministic)
+        assert pages is not None
+        last = last.at[prompt].set(hidden[count - 1])
+        return cache.with_pages(pages), last, prompt + (begin + count == lengths[prompt]).astype(jnp.int32)
+
+    last = jnp.zeros((num_prompts, config.hidden_size), config.dtype)
+    state = (cache, last, jnp.zeros((), jnp.int32))
+    cache, last, _ = lax.while_loop(lambda s: s[2] < num_prompts, chunk, state)
+    return model.logits(last, deterministic=search.deterministic), cache
+
+
+def _turn(model: Decoder, state: _State, eos: Array, search: _Search) -> _State:
+    """Each beam's last token through the model, and a choice of the next; rows of prompts that are over take no part."""
+    beams = state.beams
+    last = beams.tokens[:, :, beams.count - 1].reshape(-1)
+    count = jnp.repeat((~beams.over()).astype(jnp.int32), search.num_beams)
+    cache = state.cache.allocate(count, max_tokens=1)
+    inputs = StepInputs.decode(last, count)
+    logits, cache = step(model, cache, inputs, implementation=search.implementation, deterministic=search.deterministic)
+    state = _State(cache, beams, state.steps + 1, jnp.maximum(state.peak_pages, _used(cache)))
+    return _select(state, logits, eos, search)
+
+
+def _select(state: _State, logits: Float[Array, "rows vocab"], eos: Array, search: _Search) -> _State:
+    """Choose among the beams' continuations, and give each row the pages of the beam that it continues."""
+    cache, (num_prompts, num_beams) = state.cache, state.beams.scores.shape
+    with jax.named_scope("select_beams"):
+        logits = logits.reshape(num_prompts, num_beams, -1)
+        beams, parent = select(state.beams, logits, eos)
+        source = (jnp.arange(num_prompts, dtype=jnp.int32)[:, None] * num_beams + parent).reshape(-1)
+        over = jnp.repeat(beams.over(), num_beams)
+        kept = jnp.where(over, 0, cache.lengths[source])
+        return state._replace(cache=cache.assign(jnp.ones(cache.max_seqs, bool), source, kept), beams=beams)

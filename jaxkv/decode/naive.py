@@ -1,0 +1,75 @@
+"""Decoding without a cache: every step computes the whole sequence again.
+
+What the article about the KV cache starts from, and the oracle that `generate` is tested against. Cost per token grows with the
+length of the sequence; one compilation.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxkv.decode.generate import end_ids, pad_prompts, prompt_keys
+from jaxkv.decode.sampling import Sampling, sample
+from jaxkv.model.decoder import Decoder
+
+
+def generate_naive(
+    model: Decoder,
+    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    key: Array | None = None,
+    eos_token_id: int | Sequence[int] | Array | None = None,
+) -> tuple[Int[Array, "num_prompts max_new"], Int[Array, " num_prompts"]]:
+    """The tokens `generate` gives with one sample per prompt, the slow way.
+
+    Args:
+      model, prompts, prompt_lengths, max_new_tokens, sampling, key, eos_token_id: as for `jaxkv.generate`.
+
+    Returns:
+      Generated tokens, an end token included, padded with -1; and how many are real.
+
+    Raises:
+      ValueError: as for `jaxkv.generate`.
+    """
+    prompts, lengths = pad_prompts(prompts, prompt_lengths)
+    sampling = Sampling() if sampling is None else sampling
+    greedy = sampling.always_greedy
+    keys = prompt_keys(key, prompts.shape[0], greedy)
+    rows = sampling.per_row(prompts.shape[0])
+    return _naive(model, prompts, lengths, rows, keys, end_ids(eos_token_id), max_new_tokens, greedy)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _naive(
+    model: Decoder, prompts: Array, lengths: Array, sampling: Sampling, keys: Array, ends: Array, max_new: int, greedy: bool
+) -> tuple[Array, Array]:
+    count, width = prompts.shape
+    rows = jnp.arange(count)
+    total = min(width + max_new, model.config.max_seq_len)
+    tokens = jnp.pad(prompts, ((0, 0), (0, total - width)))
+
+    def turn(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        tokens, new, made, ended = state
+        position = lengths + made
+        logits = model(tokens)[rows, position - 1]
+        row_keys = None
+        if not greedy:
+            row_keys = jax.vmap(lambda k, p: jax.random.fold_in(jax.random.fold_in(k, 0), p))(keys, position)
+        token, _ = sample(logits, sampling, row_keys)
+        place = jnp.where(ended, total, position)
+        tokens = tokens.at[rows, place].set(token, mode="drop")
+        new = new.at[rows, jnp.where(ended, max_new, made)].set(token, mode="drop")
+        made = made + jnp.where(ended, 0, 1)
+        return tokens, new, made, ended | jnp.any(token[:, None] == ends[None, :], axis=1) | (made >= max_new)
+
+    state = (tokens, jnp.full((count, max_new), -1, jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
+    _, new, made, _ = lax.while_loop(lambda s: ~jnp.all(s[3]), turn, state)
+    return new, made

@@ -1,0 +1,177 @@
+"""What `generate` was asked for and how far it is: the state that `jaxkv.decode.device_scheduler` moves forward, all of it arrays.
+
+See there for the words request, row, missing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxkv.cache.paged_kv_cache import PagedKVCache
+from jaxkv.decode.sampling import Sampling
+from jaxkv.model.decoder import Decoder
+
+CHUNK, PIECES = 256, 4
+"""Prompt tokens and pieces per step, at most, unless `prefill_chunk` says otherwise: CPU products of 256 rows reach 1.12 times the
+tokens per second of 128, and more rows no more; short prompts, which come in one by one as rows end, would fill more pieces seldom."""
+
+PIECE, LONG_PIECE, LONG = 64, 128, 512
+"""Tokens of a piece of a prompt, fewer where all prompts are shorter. Prompts that may have more than `LONG` tokens come in longer
+ones: attention is then cheaper (0.85 s instead of 0.92 for 1,024 tokens), while a last piece that is not full costs more (64 prompts
+of 16 to 512 tokens with their answers: 46 s instead of 43)."""
+
+
+class Chunk(NamedTuple):
+    """Room for prompts in a step: so many pieces, each for `width` tokens of one row; none means a step of decode rows alone."""
+
+    pieces: int = 0
+    width: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return self.pieces * self.width
+
+    @classmethod
+    def holding(cls, tokens: int | None, prompt_width: int, rows: int) -> "Chunk":
+        """Room for up to `tokens`; None for the default, given that many rows and prompts of up to `prompt_width` tokens."""
+        piece = min(LONG_PIECE if prompt_width > LONG else PIECE, -(-prompt_width // 16) * 16)
+        if tokens is None:
+            return cls(min(CHUNK // piece, PIECES, rows * -(-prompt_width // piece)), piece)
+        pieces = -(-tokens // piece)
+        return cls(pieces, tokens // pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is fixed for a run, and static under jit.
+
+    Attributes:
+      num_samples: requests per prompt.
+      chunk: room for prompts in a step that takes any.
+      sampled: whether any row may sample (else it is not compiled).
+      implementation, deterministic: see `jaxkv.step.step`.
+      on_token: host callback (prompt, sample, position, token), or None.
+      speculation: None, or its `run_step` takes the place of the one below (see `jaxkv.decode.speculative`).
+    """
+
+    num_samples: int
+    chunk: Chunk
+    sampled: bool
+    implementation: str | None
+    deterministic: bool
+    on_token: Callable[[int, int, int, int], None] | None = None
+    speculation: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What was asked for; constant during a run. One entry per prompt, whose samples all share it.
+
+    Attributes:
+      prompts, prompt_lengths: token ids, each row's first `prompt_lengths` are real.
+      limits: tokens to generate at most.
+      keys: source of randomness.
+      sampling: with arrays.
+      eos: i32[n], ids that end a sequence; n may be 0.
+      draft: a second model that guesses tokens, for `Plan.speculation`; its pages stand behind the model's in the cache.
+    """
+
+    prompts: Int[Array, "num_prompts width"]
+    prompt_lengths: Int[Array, " num_prompts"]
+    limits: Int[Array, " num_prompts"]
+    keys: Key[Array, " num_prompts"]
+    sampling: Sampling
+    eos: Int[Array, " ends"]
+    draft: Decoder | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """State of a run; goes round the loop and is updated in place.
+
+    Attributes:
+      cache: of `seqs` rows.
+      row_request: i32[seqs], the request in each row, or `requests` for none.
+      preempted: i32[seqs], requests that wait because they were preempted, ascending, filled up with `requests`.
+      next: i32[], first request never admitted.
+      tokens, logprobs, sampled_logprobs: [requests, max_new], results; the latter two under the model's own distribution
+        and under the sampled one.
+      out_lengths: i32[requests], tokens generated.
+      finished: bool[requests], ended by an end token.
+      steps, preemptions, peak_pages: i32[], counters.
+      waited: i32[], row-steps that prompts were passed over since the last chunk.
+      held_slots, empty_slots: f32[], slots of used pages and those of them without a token, summed over the steps.
+    """
+
+    cache: PagedKVCache
+    row_request: Int[Array, " seqs"]
+    preempted: Int[Array, " seqs"]
+    next: Int[Array, ""]
+    tokens: Int[Array, "requests max_new"]
+    logprobs: Float[Array, "requests max_new"]
+    sampled_logprobs: Float[Array, "requests max_new"]
+    out_lengths: Int[Array, " requests"]
+    finished: Bool[Array, " requests"]
+    steps: Int[Array, ""]
+    preemptions: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+    waited: Int[Array, ""]
+    held_slots: Float[Array, ""]
+    empty_slots: Float[Array, ""]
+
+    @property
+    def requests(self) -> int:
+        """Number of requests, and the value that stands for none."""
+        return self.finished.shape[0]
+
+    @property
+    def live(self) -> Array:
+        """bool[seqs], rows with a request."""
+        return self.row_request < self.requests
+
+    @property
+    def waiting(self) -> Array:
+        """bool[], whether a request is in no row and not done."""
+        return (self.next < self.requests) | (self.preempted[0] < self.requests)
+
+    def known(self, job: Job, plan: Plan, request: Array) -> Array:
+        """Tokens known of each request: its prompt and what it has generated; 0 for none."""
+        length = job.prompt_lengths.at[request // plan.num_samples].get(mode="fill", fill_value=0)
+        return length + self.out_lengths.at[request].get(mode="fill", fill_value=0)
+
+    def missing(self, job: Job, plan: Plan) -> Array:
+        """i32[seqs], known tokens of each row that are not in the cache."""
+        return jnp.where(self.live, self.known(job, plan, self.row_request) - self.cache.lengths, 0)
+
+    def done(self, job: Job, plan: Plan, request: Array) -> Array:
+        """Which requests have all their tokens."""
+        limit = job.limits.at[request // plan.num_samples].get(mode="fill", fill_value=0)
+        count = self.out_lengths.at[request].get(mode="fill", fill_value=0)
+        return self.finished.at[request].get(mode="fill", fill_value=False) | (count >= limit)
+
+    def token_at(self, job: Job, plan: Plan, request: Array, position: Array) -> Array:
+        """Known token of a request at a position."""
+        prompt = jnp.minimum(request, self.requests - 1) // plan.num_samples
+        length = job.prompt_lengths[prompt]
+        given = job.prompts.at[prompt, position].get(mode="clip")
+        made = self.tokens.at[request, position - length].get(mode="clip")
+        return jnp.where(position < length, given, made)
+
+
+def start(cache: PagedKVCache, num_requests: int, max_new: int) -> Run:
+    """The state before anything is admitted."""
+    seqs = cache.max_seqs
+    nobody = jnp.full(seqs, num_requests, jnp.int32)
+    zero, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    shape = (num_requests, max_new)
+    floats = jnp.zeros(shape, jnp.float32)
+    lengths, finished = jnp.zeros(num_requests, jnp.int32), jnp.zeros(num_requests, bool)
+    tokens = jnp.full(shape, -1, jnp.int32)
+    return Run(cache, nobody, nobody, zero, tokens, floats, floats, lengths, finished, zero, zero, zero, zero, none, none)

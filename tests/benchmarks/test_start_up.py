@@ -1,0 +1,47 @@
+"""`python -m benchmarks.start_up`: what it measures, on a tiny model; the figures themselves are nobody's business here."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from benchmarks import start_up
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.save_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_load_is_held_against_reading_the_same_files(folder: Path):
+    found = start_up.read_seconds(str(folder), None)
+    assert found["file_bytes"] == (folder / "model.safetensors").stat().st_size
+    assert found["load"] > found["read"] > 0
+
+
+def test_the_second_process_starts_from_the_first_ones_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    cache = tmp_path / "cache"
+    cold = start_up._in_process("first_generate", str(folder), None, str(cache))["first"]
+    kept = sorted(path.name for path in cache.iterdir() if path.name.endswith("-cache"))
+    assert any("_generate" in name for name in kept)
+    warm = start_up._in_process("first_generate", str(folder), None, str(cache))["first"]
+    assert sorted(path.name for path in cache.iterdir() if path.name.endswith("-cache")) == kept, "compiled again"
+    assert cold > warm > 0
+
+
+def test_the_table_names_every_part():
+    load = {"load": 1.0, "load_again": 0.7, "read": 0.5, "file_bytes": 2e6}
+    figures = {"import_jax": 3.0, "import_jaxkv": 3.1, **load, "compile_cold": 8.0, "compile_warm": 2.0}
+    rows = start_up.as_rows(figures)
+    assert rows[0][1:] == ["0.10", "3.00 for jax, flax and transformers"]
+    assert rows[1][1:] == ["1.00", "0.50 to read its 2 MB"]
+    assert rows[2][1] == "0.70"
+    assert rows[4][1:] == ["2.0", "25% of it, from the cache"]
+
+
+def test_a_process_that_fails_says_so(tmp_path: Path):
+    with pytest.raises(ValueError, match="read_seconds failed"):
+        start_up._in_process("read_seconds", str(tmp_path), None)

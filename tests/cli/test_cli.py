@@ -227,7 +227,10 @@ def started(tmp_path: Path):
     folder = save_model(tmp_path / "long", max_seq_len=100_000, eos_token_ids=())
     environment = {**os.environ, "JAXKV_CACHE_DIR": str(tmp_path / "cache")}
     # A shell's background job ignores Ctrl-C, and its children would too: heed it, wherever the tests run.
-    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from jaxkv.cli.main import main; sys.exit(main())"
+    start = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from jaxkv.cli.main import main; sys.exit(main())"
+    )
     command = [sys.executable, "-c", start, "generate", "Hello", "--model", str(folder), "--max-new-tokens", "90000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         try:

@@ -4,14 +4,17 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxkv.cache.paged_kv_cache import CacheStats, PagedKVCache
+from jaxkv.cache.paged_kv_cache import PagedKVCache
+from jaxkv.cache.report import CacheStats
 from jaxkv.config import CacheConfig, ModelConfig, Rope
 from jaxkv.decode.beam_search import BeamSearchOutput, beam_search
-from jaxkv.decode.generate import GenerateOutput, GenerateStats, Token, generate, stream
+from jaxkv.decode.extend import extend
+from jaxkv.decode.generate import generate, stream
 from jaxkv.decode.naive import generate_naive
+from jaxkv.decode.outputs import GenerateOutput, GenerateStats, Token
 from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.decode.speculative import Draft, NGram
-from jaxkv.decode.step import StepInputs, extend, step
+from jaxkv.decode.step import StepInputs, step
 from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences

@@ -14,6 +14,8 @@ Block = Literal["pre", "post", "sandwich", "parallel"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Of keys and values that are stored with a scale each."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -208,7 +210,7 @@ class CacheConfig:
       page_size: tokens a page holds, >= 1.
       max_seqs: rows, >= 1.
       max_seq_len: tokens one row may hold, >= 1.
-      dtype: of keys and values.
+      dtype: of keys and values; None is the model's.
 
     Raises:
       ValueError: a value is out of range; the message shows it, and how many pages one longest row needs.
@@ -218,7 +220,7 @@ class CacheConfig:
     page_size: int
     max_seqs: int
     max_seq_len: int
-    dtype: str = "float32"
+    dtype: str | None = None
 
     def __post_init__(self):
         for name, least in (("page_size", 1), ("max_seqs", 1), ("max_seq_len", 1)):
@@ -227,7 +229,8 @@ class CacheConfig:
                 isinstance(value, int) and not isinstance(value, bool) and value >= least,
                 f"{name} must be an integer >= {least}, got {value!r}",
             )
-        _require(self.dtype in _DTYPES, f"dtype must be one of {_DTYPES}, got {self.dtype!r}")
+        dtypes = _DTYPES + QUANTIZED_DTYPES
+        _require(self.dtype is None or self.dtype in dtypes, f"dtype must be one of {dtypes} or None, got {self.dtype!r}")
         _require(isinstance(self.num_pages, int), f"num_pages must be an integer, got {self.num_pages!r}")
         _require(
             self.num_pages >= 2,

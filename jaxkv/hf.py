@@ -1,10 +1,9 @@
-"""The names and habits of transformers: `AutoModelForCausalLM.from_pretrained(...).generate(**inputs, max_length=100)`.
+"""The names and conventions of transformers: `AutoModelForCausalLM.from_pretrained(...).generate(**inputs, max_length=100)`.
 
-A thin coat over `load`, `generate` and `extend`: left padding by attention mask becomes right padding and back, and
+A thin layer over `load`, `generate` and `extend`: left padding by attention mask becomes right padding and back, and
 `past_key_values` is a `PagedKVCache`.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +13,10 @@ import numpy as np
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.config import pages_for
 from jaxkv.decode.beam_search import beam_search
+from jaxkv.decode.extend import extend
 from jaxkv.decode.generate import generate
 from jaxkv.decode.naive import generate_naive
 from jaxkv.decode.sampling import Sampling
-from jaxkv.decode.step import extend
 from jaxkv.model.decoder import Decoder
 from jaxkv.weights import load
 
@@ -97,9 +96,9 @@ class CausalLM:
             raise ValueError(
                 f"max_length is {max_length}, but the prompts have {ids.shape[1]} tokens already: raise it, or use max_new_tokens"
             )
-        eos = list(self.config.eos_token_ids) if eos_token_id is None else eos_token_id
-        pad = self._pad_id(eos) if pad_token_id is None else pad_token_id
-        common = {"max_new_tokens": max_new_tokens, "eos_token_id": eos or None}
+        ends = self.config.eos_token_ids if eos_token_id is None else eos_token_id
+        pad = self._pad_id(ends) if pad_token_id is None else pad_token_id
+        common = {"max_new_tokens": max_new_tokens, "eos_token_id": ends}
         if num_beams > 1:
             if do_sample or not use_cache:
                 raise ValueError("num_beams > 1 goes with do_sample=False and use_cache=True")
@@ -210,27 +209,5 @@ def _with_room(model: Decoder, cache: PagedKVCache | None, lengths: np.ndarray, 
     need = int(np.asarray(cache.pages_needed(jnp.asarray(lengths))).sum())
     wide = pages_for(min(2 * longest, model.config.max_seq_len), cache.page_size)
     if longest > cache.pages_per_seq * cache.page_size or need > int(cache.num_free):
-        return grown(cache, max(cache.num_pages, need) * 2, max(wide, cache.pages_per_seq))
+        return cache.grown(num_pages=max(cache.num_pages, need) * 2, pages_per_seq=max(wide, cache.pages_per_seq))
     return cache
-
-
-def grown(cache: PagedKVCache, num_pages: int, pages_per_seq: int) -> PagedKVCache:
-    """The same contents in a larger pool and wider tables; host side, copies the pool once.
-
-    Args:
-      cache: not donated.
-      num_pages, pages_per_seq: new sizes, at least the old ones.
-    """
-    extra = num_pages - cache.num_pages
-    free = int(cache.num_free)
-    stack = jnp.concatenate([jnp.arange(num_pages - 1, cache.num_pages - 1, -1, dtype=jnp.int32), cache.free_pages[:free]])
-    pad = lambda x: jnp.pad(x, ((0, extra), (0, 0), (0, 0), (0, 0)))
-    return dataclasses.replace(
-        cache,
-        k_pages=tuple(map(pad, cache.k_pages)),
-        v_pages=tuple(map(pad, cache.v_pages)),
-        block_tables=jnp.pad(cache.block_tables, ((0, 0), (0, pages_per_seq - cache.pages_per_seq))),
-        ref_counts=jnp.pad(cache.ref_counts, (0, extra)),
-        free_pages=jnp.pad(stack, (0, num_pages - len(stack))),
-        num_free=cache.num_free + extra,
-    )

@@ -1,20 +1,30 @@
-"""Where each parameter lives on a mesh: heads and the MLP's inner width are split over the axis "tensor".
+"""Where weights and pages live on a mesh: one table. Heads and the MLP's inner width are split over the axis "tensor".
 
-    parameter                                      split
-    attention.qkv   [kv_heads, q_per_kv + 2, ...]    axis 0
-    attention.out   [hidden, heads * head_dim]       axis 1 (heads stand in the order of their kv heads)
-    mlp.up          [(2,) intermediate, hidden]      the intermediate axis
-    mlp.down        [hidden, intermediate]           axis 1
-    everything else                                  on every device
+    what                                                split
+    attention.qkv   [kv_heads, q_per_kv + 2, ...]       axis 0
+    attention.out   [hidden, heads * head_dim]          axis 1 (heads stand in the order of their kv heads)
+    mlp.up          [(2,) intermediate, hidden]         the intermediate axis
+    mlp.down        [hidden, intermediate]              axis 1
+    pages           [num_pages, kv_heads, ...]          axis 1, scales too
+    queries, keys and values of a step                  axis 1: [tokens, heads or kv_heads, head_dim]
+    embedding and output matrix                         on every device: a step would gather its logits to choose tokens
+    norms, biases of the residual stream, everything else    on every device
 
-So each half of a layer needs one sum over devices, at its end.
+So each half of a layer needs one sum over devices, at its end, and attention none: `over_heads` runs it on each device's heads alone.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.config import ModelConfig
 
 AXIS = "tensor"
+BY_HEAD = PartitionSpec(None, AXIS)
+"""Of pages and their scales, and of queries, keys and values."""
+WHOLE = PartitionSpec()
 
 
 def partition_of(config: ModelConfig, parameter: str, devices: int) -> PartitionSpec:
@@ -29,20 +39,56 @@ def partition_of(config: ModelConfig, parameter: str, devices: int) -> Partition
             return PartitionSpec(None, AXIS) if config.mlp == "gated" else PartitionSpec(AXIS)
         if kind == "mlp.down":
             return PartitionSpec(None, AXIS)
-    return PartitionSpec()
+    return WHOLE
+
+
+def check_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> int:
+    """Devices along the axis that heads are split over.
+
+    Raises:
+      ValueError: the mesh has no axis "tensor", or its devices do not divide the kv heads.
+    """
+    if AXIS not in mesh.shape:
+        raise ValueError(f"the mesh needs an axis {AXIS!r}, got {tuple(mesh.shape)}")
+    devices = mesh.shape[AXIS]
+    if config.num_kv_heads % devices:
+        raise ValueError(f"{config.num_kv_heads} kv heads cannot be split over {devices} devices (mesh axis {AXIS!r})")
+    return devices
 
 
 def sharding_of(config: ModelConfig, parameter: str, mesh: Mesh | AbstractMesh | None) -> NamedSharding | None:
     """A parameter's sharding on a mesh, None without one.
 
     Raises:
-      ValueError: the mesh has no axis "tensor", or its devices do not divide the kv heads.
+      ValueError: the mesh does not fit the model; see `check_mesh`.
     """
     if mesh is None:
         return None
-    if AXIS not in mesh.shape:
-        raise ValueError(f"the mesh needs an axis {AXIS!r}, got {tuple(mesh.shape)}")
-    devices = mesh.shape[AXIS]
-    if config.num_kv_heads % devices:
-        raise ValueError(f"{config.num_kv_heads} kv heads cannot be split over {devices} devices (mesh axis {AXIS!r})")
-    return NamedSharding(mesh, partition_of(config, parameter, devices))
+    return NamedSharding(mesh, partition_of(config, parameter, check_mesh(config, mesh)))
+
+
+def pages_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> NamedSharding | None:
+    """The sharding of a layer's pages on a mesh, None without one.
+
+    Raises:
+      ValueError: the mesh does not fit the model; see `check_mesh`.
+    """
+    if mesh is None:
+        return None
+    check_mesh(config, mesh)
+    return NamedSharding(mesh, BY_HEAD)
+
+
+def over_heads(f: Callable[..., Any], mesh: Mesh | None, by_head: tuple, whole: tuple) -> Any:
+    """`f(*by_head, *whole)`, on a mesh by each device over its own heads: without this the compiler would gather the pages.
+
+    Args:
+      f: takes and returns pytrees whose arrays have heads on axis 1.
+      mesh: None runs `f` as it is.
+      by_head: pytrees of arrays that are split by head.
+      whole: pytrees of arrays that every device reads whole.
+    """
+    if mesh is None:
+        return f(*by_head, *whole)
+    specs = (*(BY_HEAD for _ in by_head), *(WHOLE for _ in whole))
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=BY_HEAD, check_vma=False)(*by_head, *whole)

@@ -186,7 +186,7 @@ assert gain > 2, f"a cache must pay at {lengths_real[-1]} tokens"
 # how little of it stays empty. The cache draws itself:
 
 # %%
-per_token = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * cache.k_pages[0].dtype.itemsize
+per_token = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim * cache.pages[0].k.dtype.itemsize
 print(f"{per_token / 1024:.0f} KiB a token, {per_token * 2048 / 2**20:.0f} MiB for a sequence of 2,048")
 cache
 

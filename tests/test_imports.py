@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "__init__": "config cache model weights decode rl hf viz",  # the last for type checkers alone: it is loaded on demand
 }
 # A cache and a result draw themselves in a notebook, and load what draws them only then.
-LOADED_WHEN_DRAWN = {("cache/paged_kv_cache.py", "viz"), ("decode/generate.py", "viz")}
+LOADED_WHEN_DRAWN = {("cache/paged_kv_cache.py", "viz"), ("decode/outputs.py", "viz")}
 
 
 def sources(package: str) -> list[Path]:

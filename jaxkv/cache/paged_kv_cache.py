@@ -1,17 +1,10 @@
-"""The paged key/value cache: preallocated pages, block tables, reference counts; a pytree with pure operations.
+"""The paged key/value cache: pages, block tables and the free list together, a pytree with pure operations.
 
-    block_tables[row] -> [ 7 | 3 | 9 | 0 | 0 ]     entry i holds positions i * page_size ... (i + 1) * page_size - 1
-                            |   |   |
-    k_pages[layer]   [num_pages, kv_heads, page_size, head_dim]     (v_pages alike)
+    PagedKVCache = pages (what is stored)  +  tables (which page holds which positions)  +  free list (which pages are free)
 
-Page 0 is the null page: unused table entries and padding point at it, nothing live is ever in it. What a row's entries mean:
+Each of the three has one owner: `jaxkv.cache.pages`, `jaxkv.cache.tables` and `jaxkv.cache.free_list`. Here stands what needs several of
+them at once. Layers share one set of tables and one free list; layers that see a window only could have a second pair of them.
 
-    index < lengths // page_size          full pages, any number of rows may share them
-    the next, if lengths % page_size      partly filled, may be shared: copied before the first write (copy-on-write)
-    further entries != 0                  allocated, still empty, never shared
-    entries == 0                          nothing
-
-Free pages stand on a stack, `free_pages[:num_free]`; a page's reference count is the number of table entries that name it.
 No operation loops over pages or tokens. The cache does not know requests, prompts or priorities.
 
 Axis words used everywhere in jaxkv: batch seqs chunk seq heads kv_heads head_dim hidden vocab num_pages page_size pages_per_seq layers.
@@ -20,17 +13,21 @@ Axis words used everywhere in jaxkv: batch seqs chunk seq heads kv_heads head_di
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.cache.pages import Pages, copied
+from jaxkv.cache.allocation import pages_needed, rows_served
+from jaxkv.cache.free_list import FreeList
+from jaxkv.cache.pages import Pages
 from jaxkv.cache.report import Bookkeeping, CacheStats, cache_stats, find_faults
+from jaxkv.cache.tables import Tables
 from jaxkv.config import CacheConfig, ModelConfig
 
 
@@ -51,27 +48,19 @@ class PagedKVCache:
     else each step copies the whole pool. Source: PagedAttention, Kwon et al. 2023 (arXiv:2309.06180).
 
     Attributes:
-      k_pages, v_pages: one array a layer, `[num_pages, kv_heads, page_size, head_dim]`.
-      block_tables: i32[seqs, pages_per_seq], pages of each row in order of position.
-      lengths: i32[seqs], tokens valid per row.
-      ref_counts: i32[num_pages], table entries that name each page; 0 for free pages and the null page.
-      free_pages, num_free: i32[num_pages] and i32[], a stack whose first `num_free` entries are the free pages.
-      out_of_pages: bool[seqs], rows that an `allocate` could not serve; they keep what they had and take no more tokens
-        until `free` or `fork` gives them a new start.
+      pages: one `Pages` a layer, `k` and `v` `[num_pages, kv_heads, page_size, head_dim]`.
+      tables: block tables and lengths of all rows.
+      free_list: reference counts, the stack of free pages, and the rows that were refused pages.
     """
 
-    k_pages: tuple[Array, ...] = dataclasses.field(repr=False)  # contents are megabytes
-    v_pages: tuple[Array, ...] = dataclasses.field(repr=False)
-    block_tables: Int[Array, "seqs pages_per_seq"]
-    lengths: Int[Array, " seqs"]
-    ref_counts: Int[Array, " num_pages"]
-    free_pages: Int[Array, " num_pages"]
-    num_free: Int[Array, ""]
-    out_of_pages: Bool[Array, " seqs"]
+    pages: tuple[Pages, ...] = dataclasses.field(repr=False)  # contents are megabytes
+    tables: Tables
+    free_list: FreeList
 
     @classmethod
     def create(
-        cls, config: ModelConfig, *, num_pages: int, page_size: int = 16, max_seqs: int, max_seq_len: int, dtype: str | None = None,
+        cls, config: ModelConfig, *, num_pages: int, page_size: int = 16, max_seqs: int, max_seq_len: int,
+        dtype: str | None = None, mesh: Mesh | None = None,
     ) -> "PagedKVCache":  # fmt: skip
         """An empty cache for a model.
 
@@ -81,77 +70,90 @@ class PagedKVCache:
           page_size: tokens a page holds.
           max_seqs: rows.
           max_seq_len: tokens one row may hold.
-          dtype: "float32", "bfloat16" or "float16".
+          dtype: "float32", "bfloat16" or "float16", or "int8", "float8_e4m3fn" or "float8_e5m2", which store a scale for each
+            key and value of a head.
+          mesh: devices to split the pages over by kv head, with an axis "tensor", as the model's weights (`model.mesh`).
 
         Raises:
-          ValueError: a size is out of range, or one row may hold more tokens than the model allows.
+          ValueError: a size is out of range, one row may hold more tokens than the model allows, or the mesh does not fit.
         """
-        sizes = CacheConfig(num_pages, page_size, max_seqs, max_seq_len, config.dtype if dtype is None else dtype)
-        if max_seq_len > config.max_seq_len:
-            raise ValueError(f"max_seq_len is {max_seq_len}, but the model allows {config.max_seq_len} tokens")
-        shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-        stack = jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32)  # page 1 on top; the null page behind the stack's end
-        return cls(
-            k_pages=tuple(jnp.zeros(shape, sizes.dtype) for _ in range(config.num_layers)),
-            v_pages=tuple(jnp.zeros(shape, sizes.dtype) for _ in range(config.num_layers)),
-            block_tables=jnp.zeros((max_seqs, sizes.pages_per_seq), jnp.int32),
-            lengths=jnp.zeros(max_seqs, jnp.int32),
-            ref_counts=jnp.zeros(num_pages, jnp.int32),
-            free_pages=stack,
-            num_free=jnp.asarray(num_pages - 1, jnp.int32),
-            out_of_pages=jnp.zeros(max_seqs, bool),
-        )
+        sizes = CacheConfig(num_pages, page_size, max_seqs, max_seq_len, dtype)
+        return cls.of_sizes(config, sizes, mesh)
+
+    @classmethod
+    def of_sizes(cls, config: ModelConfig, sizes: CacheConfig, mesh: Mesh | None = None) -> "PagedKVCache":
+        """`create` with all sizes in one value.
+
+        Raises:
+          ValueError: as `create`.
+        """
+        if sizes.max_seq_len > config.max_seq_len:
+            raise ValueError(f"max_seq_len is {sizes.max_seq_len}, but the model allows {config.max_seq_len} tokens")
+        pages = tuple(Pages.create(config, sizes, mesh) for _ in range(config.num_layers))
+        return cls(pages, Tables.create(sizes), FreeList.create(sizes))
 
     @property
     def page_size(self) -> int:
         """Tokens a page holds."""
-        return self.k_pages[0].shape[2]
+        return self.tables.page_size
 
     @property
     def num_pages(self) -> int:
         """Pages in the pool, the null page included."""
-        return self.ref_counts.shape[0]
+        return self.free_list.num_pages
 
     @property
     def max_seqs(self) -> int:
         """Rows."""
-        return self.lengths.shape[0]
+        return self.tables.max_seqs
 
     @property
     def pages_per_seq(self) -> int:
         """Width of the block tables."""
-        return self.block_tables.shape[1]
+        return self.tables.pages_per_seq
 
     @property
-    def pages(self) -> tuple[Pages, ...]:
-        """Keys and values of each layer, as attention takes them."""
-        return tuple(Pages(k, v) for k, v in zip(self.k_pages, self.v_pages, strict=True))
+    def block_tables(self) -> Int[Array, "seqs pages_per_seq"]:
+        """Pages of each row in order of position, i32[seqs, pages_per_seq]."""
+        return self.tables.block_tables
+
+    @property
+    def lengths(self) -> Int[Array, " seqs"]:
+        """Tokens valid per row, i32[seqs]."""
+        return self.tables.lengths
+
+    @property
+    def ref_counts(self) -> Int[Array, " num_pages"]:
+        """Table entries that name each page, i32[num_pages]; 0 for free pages and the null page."""
+        return self.free_list.ref_counts
+
+    @property
+    def num_free(self) -> Int[Array, ""]:
+        """Free pages, i32[]."""
+        return self.free_list.num_free
+
+    @property
+    def num_used(self) -> Int[Array, ""]:
+        """Pages in use, i32[]."""
+        return self.num_pages - 1 - self.num_free
+
+    @property
+    def out_of_pages(self) -> Bool[Array, " seqs"]:
+        """Rows that an `allocate` could not serve, bool[seqs]; they keep what they had and take no more tokens until `free` or
+        `fork` gives them a new start."""
+        return self.free_list.out_of_pages
 
     def with_pages(self, pages: tuple[Pages, ...]) -> "PagedKVCache":
         """The cache with other contents."""
-        return dataclasses.replace(self, k_pages=tuple(p.k for p in pages), v_pages=tuple(p.v for p in pages))
+        return dataclasses.replace(self, pages=pages)
 
     def pages_held(self) -> Int[Array, " seqs"]:
         """Pages in each row's table."""
-        return jnp.sum(self.block_tables != 0, axis=1, dtype=jnp.int32)
+        return self.tables.pages_held()
 
     def pages_needed(self, num_tokens: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
         """Free pages that `allocate(num_tokens)` takes for each row, those for copy-on-write included."""
-        return self._needs(num_tokens, num_tokens > 0)[0]
-
-    def _needs(self, num_tokens: Array, writers: Array) -> tuple[Array, Array]:
-        """Pages each writing row takes, and which rows copy their last page first.
-
-        Of the writers that share a page all but as many as are needed copy: when every owner writes, the last one keeps it.
-        """
-        grow = jnp.maximum(-(-(self.lengths + num_tokens) // self.page_size) - self.pages_held(), 0)
-        entry = jnp.clip(self.lengths // self.page_size, 0, self.pages_per_seq - 1)
-        page = jnp.take_along_axis(self.block_tables, entry[:, None], axis=1)[:, 0]
-        partly = writers & (self.lengths % self.page_size != 0)
-        row = jnp.arange(self.max_seqs)
-        earlier = partly[None, :] & (page[None, :] == page[:, None]) & (row[None, :] < row[:, None])
-        copies = partly & (self.ref_counts[page] - jnp.sum(earlier, axis=1) > 1)
-        return jnp.where(writers, grow + copies.astype(jnp.int32), 0), copies
+        return pages_needed(self.tables, self.free_list, num_tokens, num_tokens > 0)[0]
 
     @functools.partial(jax.jit, static_argnames="max_tokens", inline=True)  # outside jit its loops would compile at every call
     def allocate(self, num_tokens: Int[Array, " seqs"], *, max_tokens: int | None = None) -> "PagedKVCache":
@@ -165,59 +167,35 @@ class PagedKVCache:
           max_tokens: a static bound on `num_tokens`, which keeps the work small; by default any row may take a whole table.
         """
         num_tokens = jnp.asarray(num_tokens, jnp.int32)
-        wants = (num_tokens > 0) & ~self.out_of_pages
-        fits_table = self.lengths + num_tokens <= self.pages_per_seq * self.page_size
+        served = rows_served(self.tables, self.free_list, num_tokens)
+        cache = self._with_out_of_pages(self.out_of_pages | ((num_tokens > 0) & ~served))
+        need, copies = pages_needed(self.tables, self.free_list, num_tokens, served)
+        width = self._most_pages(max_tokens)
+        return when(jnp.any(need > 0), lambda c: c._take(need, copies, width), cache)
 
-        def too_many(rows: Array) -> Array:
-            need = self._needs(num_tokens, rows)[0]
-            return rows & (need > 0) & (jnp.cumsum(need) > self.num_free)
+    def _with_out_of_pages(self, rows: Array) -> "PagedKVCache":
+        return dataclasses.replace(self, free_list=dataclasses.replace(self.free_list, out_of_pages=rows))
 
-        def drop_first(rows: Array) -> Array:
-            return rows & (jnp.arange(self.max_seqs) != jnp.argmax(too_many(rows)))
-
-        served = lax.while_loop(lambda rows: jnp.any(too_many(rows)), drop_first, wants & fits_table)
-        refused = (num_tokens > 0) & ~served
-        cache = dataclasses.replace(self, out_of_pages=self.out_of_pages | refused)
-        need, copies = self._needs(num_tokens, served)
-        take = _Take(need, copies, self._width(max_tokens))
-        return when(jnp.any(need > 0), lambda c: c._take(take), cache)
-
-    def _width(self, max_tokens: int | None) -> int:
+    def _most_pages(self, max_tokens: int | None) -> int:
         """Most pages one row can take: those of its new tokens, a first partly filled one, a copied one."""
         most = self.pages_per_seq + 1
         return most if max_tokens is None else min(-(-max_tokens // self.page_size) + 2, most)
 
-    def _take(self, take: "_Take") -> "PagedKVCache":
+    def _take(self, need: Array, copies: Array, width: int) -> "PagedKVCache":
         """Move pages from the stack into the tables, copying contents where a shared page is about to be written."""
-        held, copies = self.pages_held(), take.copies.astype(jnp.int32)
-        nth = jnp.arange(take.width, dtype=jnp.int32)[None, :]
-        taken = nth < take.need[:, None]
-        top = self.num_free - 1 - (jnp.cumsum(take.need) - take.need)[:, None] - nth
-        page = self.free_pages.at[jnp.where(taken, top, self.num_pages)].get(mode="fill", fill_value=0)
-
-        last = self.lengths // self.page_size  # the partly filled page of a row that copies: its first new page goes there
-        entry = jnp.where((nth == 0) & take.copies[:, None], last[:, None], (held - copies)[:, None] + nth)
-        rows = jnp.broadcast_to(jnp.arange(self.max_seqs, dtype=jnp.int32)[:, None], entry.shape)
-        tables = self.block_tables.at[rows, jnp.where(taken, entry, self.pages_per_seq)].set(page, mode="drop")
-
-        clipped = jnp.clip(last, 0, self.pages_per_seq - 1)[:, None]
-        old = jnp.where(take.copies, jnp.take_along_axis(self.block_tables, clipped, axis=1)[:, 0], 0)
-        new = jnp.where(take.copies, page[:, 0], 0)
-        counts = self.ref_counts.at[jnp.where(taken, page, self.num_pages)].set(1, mode="drop")
-        counts = counts.at[jnp.where(take.copies, old, self.num_pages)].add(-1, mode="drop")
+        page, taken, free_list = self.free_list.take(need, width)
+        old = jnp.where(copies, self.tables.last_pages()[0], 0)
+        new = jnp.where(copies, page[:, 0], 0)
 
         def copy(pages: tuple[Pages, ...]) -> tuple[Pages, ...]:
-            return jax.tree.map(lambda x: copied(x, old, new), pages)
+            return tuple(p.with_copies(old, new) for p in pages)
 
-        pages = when(jnp.any(take.copies), copy, self.pages)
-        cache = dataclasses.replace(
-            self, block_tables=tables, ref_counts=counts, num_free=self.num_free - jnp.sum(take.need, dtype=jnp.int32)
-        )
-        return cache.with_pages(pages)
+        pages = when(jnp.any(copies), copy, self.pages)
+        return PagedKVCache(pages, self.tables.with_pages(page, taken, copies), free_list.shared_less(old, copies))
 
     def advance(self, num_tokens: Int[Array, " seqs"]) -> "PagedKVCache":
         """Count tokens as held; room for them must have been allocated."""
-        return dataclasses.replace(self, lengths=self.lengths + num_tokens)
+        return dataclasses.replace(self, tables=self.tables.advance(num_tokens))
 
     @functools.partial(jax.jit, inline=True)
     def free(self, rows: ArrayLike) -> "PagedKVCache":
@@ -231,9 +209,11 @@ class PagedKVCache:
 
     def pages_freed_by(self, rows: Bool[Array, " seqs"]) -> Int[Array, ""]:
         """Pages that freeing the rows would return to the pool: those that no other row names."""
-        lost = jnp.where(rows[:, None] & (self.block_tables != 0), self.block_tables, self.num_pages)
-        named = jnp.zeros(self.num_pages, jnp.int32).at[lost].add(1, mode="drop")
-        return jnp.sum((named > 0) & (named == self.ref_counts), dtype=jnp.int32)
+        return self.free_list.freed_by_losing(self._named_by(rows, self.block_tables))
+
+    def _named_by(self, rows: Array, tables: Array) -> Array:
+        """The pages that rows of the mask name in these tables, and `num_pages` everywhere else."""
+        return jnp.where(rows[:, None] & (tables != 0), tables, self.num_pages)
 
     def _mask(self, rows: ArrayLike) -> Array:
         rows = jnp.asarray(rows)
@@ -272,7 +252,7 @@ class PagedKVCache:
         """
         keep = jnp.minimum(self.lengths, lengths)
         cache = self.assign(jnp.ones(self.max_seqs, bool), jnp.arange(self.max_seqs, dtype=jnp.int32), keep)
-        return dataclasses.replace(cache, out_of_pages=self.out_of_pages)
+        return cache._with_out_of_pages(self.out_of_pages)
 
     def assign(self, rows: Array, source: Array, lengths: Array) -> "PagedKVCache":
         """Rows of the mask become the first `lengths` tokens of row `source`, sharing its pages; length 0 frees a row.
@@ -285,31 +265,23 @@ class PagedKVCache:
           lengths: i32[seqs], tokens to keep, at most those of the source; negative is 0.
         """
         lengths = jnp.maximum(lengths, 0)
-        used = -(-lengths // self.page_size)
-        entry = jnp.arange(self.pages_per_seq, dtype=jnp.int32)[None, :]
-        tables = jnp.where(entry < used[:, None], self.block_tables[source], 0)
-        cache = dataclasses.replace(self, out_of_pages=jnp.where(rows, False, self.out_of_pages))
-        return cache._retable(rows, tables, lengths)
+        tables = self.tables.prefixes(source, lengths)
+        gained, lost = self._named_by(rows, tables).reshape(-1), self._named_by(rows, self.block_tables).reshape(-1)
+        free_list = self.free_list.exchange(gained, lost)
+        return PagedKVCache(
+            self.pages,
+            self.tables.replaced(rows, tables, lengths),
+            dataclasses.replace(free_list, out_of_pages=jnp.where(rows, False, self.out_of_pages)),
+        )
 
-    def _retable(self, rows: Array, tables: Array, lengths: Array) -> "PagedKVCache":
-        """Give the rows of the mask other tables; counts follow, and pages that nobody names any more are freed."""
-        outside = self.num_pages
-        gained = jnp.where(rows[:, None] & (tables != 0), tables, outside).reshape(-1)
-        lost = jnp.where(rows[:, None] & (self.block_tables != 0), self.block_tables, outside).reshape(-1)
-        counts = self.ref_counts.at[gained].add(1, mode="drop").at[lost].add(-1, mode="drop")
-        # A page that several rows lose at once must be freed once: by the last of the entries that name it.
-        nth = jnp.arange(lost.shape[0], dtype=jnp.int32)
-        last = jnp.zeros(self.num_pages, jnp.int32).at[lost].max(nth, mode="drop")
-        freed = (lost != outside) & (counts.at[lost].get(mode="fill", fill_value=1) == 0)
-        freed &= last.at[lost].get(mode="fill", fill_value=-1) == nth
-        place = jnp.where(freed, self.num_free + jnp.cumsum(freed) - 1, outside)
-        return dataclasses.replace(
-            self,
-            block_tables=jnp.where(rows[:, None], tables, self.block_tables),
-            lengths=jnp.where(rows, lengths, self.lengths),
-            ref_counts=counts,
-            free_pages=self.free_pages.at[place].set(lost, mode="drop"),
-            num_free=self.num_free + jnp.sum(freed, dtype=jnp.int32),
+    def grown(self, *, num_pages: int, pages_per_seq: int) -> "PagedKVCache":
+        """The same contents in a larger pool with wider tables; outside jit, copies the pool once and is not donated.
+
+        Args:
+          num_pages, pages_per_seq: new sizes, at least the old ones.
+        """
+        return PagedKVCache(
+            tuple(p.grown(num_pages) for p in self.pages), self.tables.widened(pages_per_seq), self.free_list.grown(num_pages)
         )
 
     def check(self) -> None:
@@ -327,18 +299,12 @@ class PagedKVCache:
 
     def bookkeeping(self) -> Bookkeeping:
         """Tables, lengths, counts and the free stack, read back to the host; what `jaxkv.viz` draws."""
-        tables, lengths, counts, free = map(np.asarray, (self.block_tables, self.lengths, self.ref_counts, self.free_pages))
+        tables, lengths, counts, free = map(
+            np.asarray, (self.block_tables, self.lengths, self.ref_counts, self.free_list.free_pages)
+        )
         return Bookkeeping(tables, lengths, counts, free, int(self.num_free), self.page_size)
 
     def _repr_html_(self) -> str:
         from jaxkv.viz.cache_picture import picture  # only here: a cache that nobody looks at needs no pictures
 
         return picture(self.bookkeeping()).html
-
-
-class _Take(NamedTuple):
-    """What `allocate` decided: pages per row, rows that copy their last page, and the most pages one row can take."""
-
-    need: Array
-    copies: Array
-    width: int

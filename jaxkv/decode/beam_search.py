@@ -11,7 +11,6 @@ another, and one that can no longer improve gives its pages back while the other
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,13 +21,22 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.config import pages_for
+from jaxkv.config import CacheConfig, pages_for
 from jaxkv.decode.beams import Beams, Rules, candidates, select
-from jaxkv.decode.generate import end_ids, pad_prompts
+from jaxkv.decode.prompts import (
+    Ends,
+    Prompts,
+    check_counts,
+    check_tokens,
+    end_tokens,
+    longest_sequence,
+    pad_prompts,
+)
 from jaxkv.decode.run_state import Chunk
-from jaxkv.decode.step import StepInputs, check_tokens, step
-from jaxkv.model.attend import Paged, Segment
+from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
+from jaxkv.model.segments import Segment
+from jaxkv.ops.numerics import Numerics
 
 
 class BeamSearchOutput(NamedTuple):
@@ -56,29 +64,19 @@ class _Search(NamedTuple):
     max_new: int
     num_return: int
     chunk: int
-    implementation: str | None
-    deterministic: bool
-
-
-class _Sizes(NamedTuple):
-    """Arguments of the cache; static under jit."""
-
-    num_pages: int
-    page_size: int
-    max_seqs: int
-    max_seq_len: int
+    numerics: Numerics
 
 
 def beam_search(
     model: Decoder,
-    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompts: Prompts,
     prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     num_beams: int,
     max_new_tokens: int,
     length_penalty: float | Array = 1.0,
     early_stopping: bool | str = False,
-    eos_token_id: int | Sequence[int] | Array | None = None,
+    eos_token_id: Ends = None,
     num_return_sequences: int = 1,
     page_size: int = 16,
     num_pages: int | None = None,
@@ -100,7 +98,8 @@ def beam_search(
       length_penalty: scores are divided by (generated tokens) ** length_penalty, the prompt not counted; > 0 favours long ones.
       early_stopping: when a prompt that has `num_beams` finished sequences is over. True: at once. False: when its best beam,
         scored at its present length, is no better than the worst of them. "never": when it cannot become better at any length.
-      eos_token_id: id or ids that end a sequence; the id itself is part of the result.
+      eos_token_id: id or ids that end a sequence; the id itself is part of the result. None is the model's own end tokens, () is
+        never.
       num_return_sequences: how many of the `num_beams` best to return.
       page_size: tokens a page holds.
       num_pages: pages in the pool, null page included; by default enough for beams that share nothing but the prompt.
@@ -117,33 +116,28 @@ def beam_search(
     Source: transformers 5, `GenerationMixin._beam_search`.
     """
     prompts, lengths = pad_prompts(prompts, prompt_lengths)
-    eos = end_ids(eos_token_id)
+    eos = end_tokens(model.config, eos_token_id)
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
     if jnp.shape(length_penalty) != ():
         raise ValueError(f"length_penalty must be one number, got shape {list(jnp.shape(length_penalty))}")
     width = prompts.shape[1]
     chunk = Chunk.holding(None, width, 1).tokens if prefill_chunk is None else prefill_chunk
-    search = _Search(num_beams, max_new_tokens, num_return_sequences, chunk, implementation, deterministic)
-    _check(search, page_size, eos.shape[0], model.config.vocab_size)
-    check_tokens(jnp.where(jnp.arange(width)[None, :] < lengths[:, None], prompts, 0), model.config.vocab_size)
+    check_counts(
+        num_beams=num_beams, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences, page_size=page_size,
+        prefill_chunk=chunk,
+    )  # fmt: skip
+    numerics = Numerics(implementation, deterministic)
+    search = _Search(num_beams, max_new_tokens, num_return_sequences, chunk, numerics)
+    _check(search, eos.shape[0], model.config.vocab_size)
+    check_tokens(prompts, lengths, model.config.vocab_size)
     sizes = _cache_sizes(model, lengths, width, search, page_size, num_pages)
     eager, patient = early_stopping is True, early_stopping == "never"
     rules = Rules(jnp.asarray(length_penalty, jnp.float32), jnp.asarray(eager), jnp.asarray(patient))
     return _beam_search(model, prompts, lengths, rules, eos, search, sizes)
 
 
-def _check(search: _Search, page_size: int, num_ends: int, vocab: int) -> None:
-    given = {
-        "num_beams": search.num_beams,
-        "max_new_tokens": search.max_new,
-        "num_return_sequences": search.num_return,
-        "page_size": page_size,
-        "prefill_chunk": search.chunk,
-    }
-    for name, n in given.items():
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {n!r}")
+def _check(search: _Search, num_ends: int, vocab: int) -> None:
     if search.num_return > search.num_beams:
         raise ValueError(f"num_return_sequences is {search.num_return}, but num_beams is only {search.num_beams}")
     if candidates(1, num_ends) > vocab:
@@ -158,20 +152,16 @@ def _pages_needed(length: int, search: _Search, page_size: int) -> int:
     return shared + search.num_beams * (pages_for(length + search.max_new - 1, page_size) - shared)
 
 
-def _cache_sizes(model: Decoder, lengths: Array, width: int, search: _Search, page_size: int, num_pages: int | None) -> _Sizes:
+def _cache_sizes(
+    model: Decoder, lengths: Array, width: int, search: _Search, page_size: int, num_pages: int | None
+) -> CacheConfig:
     """Sizes of the cache, from the width of `prompts` and not from `lengths`, so that other lengths do not recompile."""
-    allowed = model.config.max_seq_len
-    known = [width] * lengths.shape[0] if isinstance(lengths, Tracer) else np.asarray(lengths).tolist()
-    longest = max(known) + search.max_new
-    if longest > allowed:
-        raise ValueError(
-            f"a prompt of {max(known)} tokens and {search.max_new} new ones are {longest}, but the model allows {allowed}: "
-            "shorten the prompt or max_new_tokens"
-        )
-    width = min(width, allowed - search.max_new)
+    longest = longest_sequence(model.config, lengths, width, search.max_new)
+    width = longest - search.max_new
+    traced = isinstance(lengths, Tracer)
+    known = [width] * lengths.shape[0] if traced else np.asarray(lengths).tolist()
     most = max(_pages_needed(n, search, page_size) for n in range(max(1, width - page_size), width + 1))
     enough = len(known) * most + 1
-    traced = isinstance(lengths, Tracer)
     need = enough if traced else sum(_pages_needed(n, search, page_size) for n in known) + 1
     if num_pages is not None and num_pages < need:
         raise ValueError(
@@ -179,7 +169,7 @@ def _cache_sizes(model: Decoder, lengths: Array, width: int, search: _Search, pa
             f"tokens and {search.max_new} new ones need {need} pages of {page_size} tokens, the null page included"
         )
     rows = len(known) * search.num_beams
-    return _Sizes(enough if num_pages is None else num_pages, page_size, rows, width + search.max_new)
+    return CacheConfig(enough if num_pages is None else num_pages, page_size, rows, longest)
 
 
 class _State(NamedTuple):
@@ -193,26 +183,24 @@ class _State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def _beam_search(
-    model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: _Sizes
+    model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
 ) -> BeamSearchOutput:
     state = _run(model, prompts, lengths, rules, eos, search, sizes)
     results = (x[:, : search.num_return] for x in (state.beams.done_tokens, state.beams.done_lengths, state.beams.done_scores))
     return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
 
 
-def _run(model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: _Sizes) -> _State:
+def _run(
+    model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
+) -> _State:
     num_prompts, num_beams = prompts.shape[0], search.num_beams
-    logits, cache = _prefill(model, PagedKVCache.create(model.config, **sizes._asdict()), prompts, lengths, search)
+    logits, cache = _prefill(model, PagedKVCache.of_sizes(model.config, sizes, model.mesh), prompts, lengths, search)
     first = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32) * num_beams, num_beams)
     cache = cache.fork(first, jnp.arange(cache.max_seqs, dtype=jnp.int32))
     beams = Beams.start(num_prompts, num_beams, search.max_new, rules)
-    state = _State(cache, beams, jnp.zeros((), jnp.int32), _used(cache))
+    state = _State(cache, beams, jnp.zeros((), jnp.int32), cache.num_used)
     state = _select(state, jnp.repeat(logits, num_beams, axis=0), eos, search)
     return lax.while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
-
-
-def _used(cache: PagedKVCache) -> Array:
-    return cache.num_pages - 1 - cache.num_free
 
 
 def _prefill(
@@ -229,19 +217,15 @@ def _prefill(
         tokens = prompts.at[prompt, begin + jnp.arange(search.chunk, dtype=jnp.int32)].get(mode="clip")
         added = jnp.where(jnp.arange(cache.max_seqs) == row, count, 0)
         cache = cache.allocate(added, max_tokens=search.chunk).advance(added)
-        segment = Segment(cache.block_tables[row][None], cache.lengths[row][None], count[None], queries=search.chunk)
-        attend = Paged.over(
-            (segment,), cache.page_size, implementation=search.implementation, deterministic=search.deterministic
-        )
-        hidden, pages = model.forward(tokens, attend.positions(), attend, cache.pages, deterministic=search.deterministic)
-        assert pages is not None
+        segment = Segment(row[None], cache.lengths[row][None], count[None], queries=search.chunk)
+        hidden, pages = model.forward_paged(tokens, (segment,), cache.tables, cache.pages, search.numerics)
         last = last.at[prompt].set(hidden[count - 1])
         return cache.with_pages(pages), last, prompt + (begin + count == lengths[prompt]).astype(jnp.int32)
 
     last = jnp.zeros((num_prompts, config.hidden_size), config.dtype)
     state = (cache, last, jnp.zeros((), jnp.int32))
     cache, last, _ = lax.while_loop(lambda s: s[2] < num_prompts, chunk, state)
-    return model.logits(last, deterministic=search.deterministic), cache
+    return model.logits(last, search.numerics), cache
 
 
 def _turn(model: Decoder, state: _State, eos: Array, search: _Search) -> _State:
@@ -249,10 +233,10 @@ def _turn(model: Decoder, state: _State, eos: Array, search: _Search) -> _State:
     beams = state.beams
     last = beams.tokens[:, :, beams.count - 1].reshape(-1)
     count = jnp.repeat((~beams.over()).astype(jnp.int32), search.num_beams)
-    cache = state.cache.allocate(count, max_tokens=1)
-    inputs = StepInputs.decode(last, count)
-    logits, cache = step(model, cache, inputs, implementation=search.implementation, deterministic=search.deterministic)
-    state = _State(cache, beams, state.steps + 1, jnp.maximum(state.peak_pages, _used(cache)))
+    cache = state.cache.allocate(count, max_tokens=1).advance(count)
+    logits, pages = step_logits(model, StepInputs.decode(last, count), cache.tables, cache.pages, search.numerics)
+    cache = cache.with_pages(pages)
+    state = _State(cache, beams, state.steps + 1, jnp.maximum(state.peak_pages, cache.num_used))
     return _select(state, logits, eos, search)
 
 

@@ -5,7 +5,6 @@ length of the sequence; one compilation.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +12,20 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxkv.decode.generate import end_ids, pad_prompts, prompt_keys
+from jaxkv.decode.prompts import Ends, Prompts, end_tokens, pad_prompts, prompt_keys, token_keys
 from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.model.decoder import Decoder
 
 
 def generate_naive(
     model: Decoder,
-    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompts: Prompts,
     prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
     key: Array | None = None,
-    eos_token_id: int | Sequence[int] | Array | None = None,
+    eos_token_id: Ends = None,
 ) -> tuple[Int[Array, "num_prompts max_new"], Int[Array, " num_prompts"]]:
     """The tokens `generate` gives with one sample per prompt, the slow way.
 
@@ -42,9 +41,10 @@ def generate_naive(
     prompts, lengths = pad_prompts(prompts, prompt_lengths)
     sampling = Sampling() if sampling is None else sampling
     greedy = sampling.always_greedy
-    keys = prompt_keys(key, prompts.shape[0], greedy)
+    keys = prompt_keys(key, prompts.shape[0], greedy=greedy)
     rows = sampling.per_row(prompts.shape[0])
-    return _naive(model, prompts, lengths, rows, keys, end_ids(eos_token_id), max_new_tokens, greedy)
+    ends = end_tokens(model.config, eos_token_id)
+    return _naive(model, prompts, lengths, rows, keys, ends, max_new_tokens, greedy)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
@@ -62,7 +62,7 @@ def _naive(
         logits = model(tokens)[rows, position - 1]
         row_keys = None
         if not greedy:
-            row_keys = jax.vmap(lambda k, p: jax.random.fold_in(jax.random.fold_in(k, 0), p))(keys, position)
+            row_keys = token_keys(keys, jnp.zeros_like(position), position)
         token, _ = sample(logits, sampling, row_keys)
         place = jnp.where(ended, total, position)
         tokens = tokens.at[rows, place].set(token, mode="drop")

@@ -14,15 +14,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.decode.sampling import Sampling
 from jaxkv.model.decoder import Decoder
+from jaxkv.ops.numerics import Numerics
 
 CHUNK, PIECES = 256, 4
-"""Prompt tokens and pieces per step, at most, unless `prefill_chunk` says otherwise: CPU products of 256 rows reach 1.12 times the
-tokens per second of 128, and more rows no more; short prompts, which come in one by one as rows end, would fill more pieces seldom."""
+"""Prompt tokens and pieces per step, at most, unless `prefill_chunk` says otherwise. Products of more rows are hardly faster per token,
+and short prompts, which come in one by one as rows end, would seldom fill more pieces ("Tokens per chunk" in docs/measurements.md)."""
 
 PIECE, LONG_PIECE, LONG = 64, 128, 512
 """Tokens of a piece of a prompt, fewer where all prompts are shorter. Prompts that may have more than `LONG` tokens come in longer
-ones: attention is then cheaper (0.85 s instead of 0.92 for 1,024 tokens), while a last piece that is not full costs more (64 prompts
-of 16 to 512 tokens with their answers: 46 s instead of 43)."""
+pieces: attention is then cheaper, while a last piece that is not full costs more ("Length of a piece" in docs/measurements.md)."""
 
 
 class Chunk(NamedTuple):
@@ -51,19 +51,18 @@ class Plan:
     """What is fixed for a run, and static under jit.
 
     Attributes:
-      num_samples: requests per prompt.
+      max_new: tokens of a request's results, at most.
       chunk: room for prompts in a step that takes any.
       sampled: whether any row may sample (else it is not compiled).
-      implementation, deterministic: see `jaxkv.step.step`.
+      numerics: how the model is computed.
       on_token: host callback (prompt, sample, position, token), or None.
-      speculation: None, or its `run_step` takes the place of the one below (see `jaxkv.decode.speculative`).
+      speculation: None, or a `jaxkv.decode.speculation.Speculation`, whose step takes the place of the usual one.
     """
 
-    num_samples: int
+    max_new: int
     chunk: Chunk
     sampled: bool
-    implementation: str | None
-    deterministic: bool
+    numerics: Numerics
     on_token: Callable[[int, int, int, int], None] | None = None
     speculation: Any = None
 
@@ -80,6 +79,7 @@ class Job:
       sampling: with arrays.
       eos: i32[n], ids that end a sequence; n may be 0.
       draft: a second model that guesses tokens, for `Plan.speculation`; its pages stand behind the model's in the cache.
+      num_samples: requests per prompt.
     """
 
     prompts: Int[Array, "num_prompts width"]
@@ -89,6 +89,16 @@ class Job:
     sampling: Sampling
     eos: Int[Array, " ends"]
     draft: Decoder | None = None
+    num_samples: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def num_requests(self) -> int:
+        """Samples of all prompts."""
+        return self.prompts.shape[0] * self.num_samples
+
+    def prompt_of(self, request: Array) -> Array:
+        """The prompt of each request."""
+        return request // self.num_samples
 
 
 @jax.tree_util.register_dataclass
@@ -141,24 +151,24 @@ class Run:
         """bool[], whether a request is in no row and not done."""
         return (self.next < self.requests) | (self.preempted[0] < self.requests)
 
-    def known(self, job: Job, plan: Plan, request: Array) -> Array:
+    def known(self, job: Job, request: Array) -> Array:
         """Tokens known of each request: its prompt and what it has generated; 0 for none."""
-        length = job.prompt_lengths.at[request // plan.num_samples].get(mode="fill", fill_value=0)
+        length = job.prompt_lengths.at[job.prompt_of(request)].get(mode="fill", fill_value=0)
         return length + self.out_lengths.at[request].get(mode="fill", fill_value=0)
 
-    def missing(self, job: Job, plan: Plan) -> Array:
+    def missing(self, job: Job) -> Array:
         """i32[seqs], known tokens of each row that are not in the cache."""
-        return jnp.where(self.live, self.known(job, plan, self.row_request) - self.cache.lengths, 0)
+        return jnp.where(self.live, self.known(job, self.row_request) - self.cache.lengths, 0)
 
-    def done(self, job: Job, plan: Plan, request: Array) -> Array:
+    def done(self, job: Job, request: Array) -> Array:
         """Which requests have all their tokens."""
-        limit = job.limits.at[request // plan.num_samples].get(mode="fill", fill_value=0)
+        limit = job.limits.at[job.prompt_of(request)].get(mode="fill", fill_value=0)
         count = self.out_lengths.at[request].get(mode="fill", fill_value=0)
         return self.finished.at[request].get(mode="fill", fill_value=False) | (count >= limit)
 
-    def token_at(self, job: Job, plan: Plan, request: Array, position: Array) -> Array:
+    def token_at(self, job: Job, request: Array, position: Array) -> Array:
         """Known token of a request at a position."""
-        prompt = jnp.minimum(request, self.requests - 1) // plan.num_samples
+        prompt = job.prompt_of(jnp.minimum(request, self.requests - 1))
         length = job.prompt_lengths[prompt]
         given = job.prompts.at[prompt, position].get(mode="clip")
         made = self.tokens.at[request, position - length].get(mode="clip")
@@ -167,11 +177,23 @@ class Run:
 
 def start(cache: PagedKVCache, num_requests: int, max_new: int) -> Run:
     """The state before anything is admitted."""
-    seqs = cache.max_seqs
-    nobody = jnp.full(seqs, num_requests, jnp.int32)
-    zero, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    no_request = jnp.full(cache.max_seqs, num_requests, jnp.int32)
+    zero, nothing = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     shape = (num_requests, max_new)
-    floats = jnp.zeros(shape, jnp.float32)
-    lengths, finished = jnp.zeros(num_requests, jnp.int32), jnp.zeros(num_requests, bool)
-    tokens = jnp.full(shape, -1, jnp.int32)
-    return Run(cache, nobody, nobody, zero, tokens, floats, floats, lengths, finished, zero, zero, zero, zero, none, none)
+    return Run(
+        cache=cache,
+        row_request=no_request,
+        preempted=no_request,
+        next=zero,
+        tokens=jnp.full(shape, -1, jnp.int32),
+        logprobs=jnp.zeros(shape, jnp.float32),
+        sampled_logprobs=jnp.zeros(shape, jnp.float32),
+        out_lengths=jnp.zeros(num_requests, jnp.int32),
+        finished=jnp.zeros(num_requests, bool),
+        steps=zero,
+        preemptions=zero,
+        peak_pages=zero,
+        waited=zero,
+        held_slots=nothing,
+        empty_slots=nothing,
+    )

@@ -20,16 +20,11 @@ Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative
 import dataclasses
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.cache.pages import Pages
-from jaxkv.decode.device_scheduler import choose, count_step, make_room, next_inputs, note
-from jaxkv.decode.run_state import Chunk, Job, Plan, Run
-from jaxkv.decode.step import StepInputs
-from jaxkv.model.attend import Paged, Segment
+from jaxkv.decode.prompts import check_counts
+from jaxkv.decode.run_state import Job, Plan
+from jaxkv.decode.speculation import Speculation
 from jaxkv.model.decoder import Decoder
 
 
@@ -53,8 +48,7 @@ class NGram:
     max_ngram: int = 3
 
     def __post_init__(self):
-        _check_positive("num_tokens", self.num_tokens)
-        _check_positive("max_ngram", self.max_ngram)
+        check_counts(num_tokens=self.num_tokens, max_ngram=self.max_ngram)
 
 
 @jax.tree_util.register_dataclass
@@ -79,12 +73,7 @@ class Draft:
     num_tokens: int = dataclasses.field(default=4, metadata={"static": True})
 
     def __post_init__(self):
-        _check_positive("num_tokens", self.num_tokens)
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        check_counts(num_tokens=self.num_tokens)
 
 
 def speculate(speculative: NGram | Draft, model: Decoder, longest: int, job: Job, plan: Plan) -> tuple[Job, Plan]:
@@ -109,142 +98,3 @@ def speculate(speculative: NGram | Draft, model: Decoder, longest: int, job: Job
 def with_draft_pages(cache: PagedKVCache, draft: PagedKVCache) -> PagedKVCache:
     """The cache with the draft model's layers behind its own: copies on write then include them."""
     return cache.with_pages(cache.pages + draft.pages)
-
-
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-    """The step that takes the place of `jaxkv.decode.device_scheduler.run_step`; static under jit.
-
-    Args:
-      num_tokens: guesses per row.
-      max_ngram: see `NGram`; None for a draft model.
-    """
-
-    num_tokens: int
-    max_ngram: int | None
-
-    def run_step(self, model: Decoder, job: Job, run: Run, plan: Plan, chunk: Chunk) -> Run:
-        """One step of the model, and the one or more tokens it gives to each row."""
-        run = make_room(job, run, plan, chunk)
-        inputs = next_inputs(job, run, plan, chunk)
-        known = run.known(job, plan, run.row_request)
-        request = jnp.where(run.live, run.row_request, 0)
-        room = job.limits[request // plan.num_samples] - run.out_lengths[request] - 1
-        count = jnp.where(inputs.decode_count > 0, jnp.clip(room, 0, self.num_tokens), 0)
-        guesses = jnp.zeros((known.shape[0], self.num_tokens), jnp.int32)
-        if self.max_ngram is not None:
-            guesses, found = self._look_up(job, run, plan, known)
-            count = jnp.where(found, count, 0)
-        # Guesses take free pages only: when there are too few, this step goes without, and nobody is preempted for them.
-        wanted = inputs.num_tokens() + count
-        count = jnp.where(jnp.sum(run.cache.pages_needed(wanted)) > run.cache.num_free, 0, count)
-
-        num_tokens = inputs.num_tokens() + count
-        cache = run.cache.allocate(num_tokens, max_tokens=max(chunk.tokens, 1 + self.num_tokens))
-        if job.draft is not None:
-            cache, guesses = self._draft(len(model.layers), job, run, plan, cache, inputs, count)
-        cache = cache.advance(num_tokens)
-        logits, cache = self._check(model, plan, cache, inputs, guesses, count)
-        produced = (num_tokens > 0) & (cache.lengths - count == known)
-        return self._keep(job, count_step(run, cache), plan, logits, known, produced, guesses, count)
-
-    def _look_up(
-        self, job: Job, run: Run, plan: Plan, known: Int[Array, " seqs"]
-    ) -> tuple[Int[Array, "seqs num_tokens"], Bool[Array, " seqs"]]:
-        """What followed the latest occurrence of the longest piece of text that is a row's end, repeated if it is short."""
-        assert self.max_ngram is not None
-        width = job.prompts.shape[1] + run.tokens.shape[1]
-        shape = (known.shape[0], width)
-        place = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], shape)
-        text = run.token_at(job, plan, jnp.broadcast_to(run.row_request[:, None], shape), place)
-        last = (known - 1)[:, None]
-        same, matched = jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32)
-        for i in range(self.max_ngram):
-            token = jnp.take_along_axis(text, jnp.maximum(last - i, 0), axis=1)
-            same &= (jnp.roll(text, i, axis=1) == token) & (place >= i)
-            matched += same.astype(jnp.int32)
-        ranked = jnp.where((place < last) & (matched > 0), matched * width + place, -1)
-        best = jnp.argmax(ranked, axis=1).astype(jnp.int32)[:, None]
-        nth = jnp.arange(self.num_tokens, dtype=jnp.int32)[None, :] % jnp.maximum(last - best, 1)
-        return jnp.take_along_axis(text, jnp.minimum(best + 1 + nth, width - 1), axis=1), jnp.max(ranked, axis=1) >= 0
-
-    def _draft(
-        self, own_layers: int, job: Job, run: Run, plan: Plan, cache: PagedKVCache, inputs: StepInputs, count: Array
-    ) -> tuple[PagedKVCache, Int[Array, "seqs num_tokens"]]:
-        """The draft model through the chunk, through each row's next token, and through its own guesses, one by one.
-
-        The last guess too is run, for its key and value: the model may find it right.
-        """
-        draft = job.draft
-        assert draft is not None
-        request = jnp.where(run.live, run.row_request, 0)
-        options = {"implementation": plan.implementation, "deterministic": plan.deterministic}
-
-        def forward(tokens: Array, segment: Segment, pages: tuple[Pages, ...]) -> tuple[Array, tuple[Pages, ...]]:
-            attend = Paged.over((segment,), cache.page_size, **options)
-            hidden, written = draft.forward(tokens, attend.positions(), attend, pages, deterministic=plan.deterministic)
-            assert written is not None
-            return hidden, written
-
-        def guess(state: tuple[Array, tuple[Pages, ...]], nth: Array) -> tuple[tuple[Array, tuple[Pages, ...]], Array]:
-            token, pages = state
-            active = ((inputs.decode_count > 0) & (nth <= count)).astype(jnp.int32)
-            segment = Segment(cache.block_tables, cache.lengths + active * (nth + 1), active, 1)
-            hidden, pages = forward(token, segment, pages)
-            logits = draft.logits(hidden, deterministic=plan.deterministic)
-            token = choose(job, plan, logits, request, cache.lengths + 1 + nth).token
-            return (token, pages), token
-
-        own, pages = cache.pages[:own_layers], cache.pages[own_layers:]
-        if inputs.chunk_rows.shape[0]:
-            chunk = inputs.chunk_segment(cache.advance(inputs.chunk_num_tokens()))
-            _, pages = forward(inputs.chunk_tokens.reshape(-1), chunk, pages)
-        steps = jnp.arange(self.num_tokens + 1, dtype=jnp.int32)
-        (_, pages), guesses = lax.scan(guess, (inputs.decode_tokens, pages), steps)
-        return cache.with_pages(own + pages), guesses[:-1].T
-
-    def _check(
-        self, model: Decoder, plan: Plan, cache: PagedKVCache, inputs: StepInputs, guesses: Array, count: Array
-    ) -> tuple[Array, PagedKVCache]:
-        """The model over each row's next token and guesses, and the chunk: logits [seqs, 1 + num_tokens, vocab].
-
-        A row whose chunk this was has its logits in the first place.
-        """
-        seqs, queries = guesses.shape[0], 1 + self.num_tokens
-        tokens = jnp.concatenate([inputs.decode_tokens[:, None], guesses], axis=1).reshape(-1)
-        segments = [Segment(cache.block_tables, cache.lengths, inputs.decode_count + count, queries)]
-        if inputs.chunk_rows.shape[0]:
-            tokens = jnp.concatenate([tokens, inputs.chunk_tokens.reshape(-1)])
-            segments.append(inputs.chunk_segment(cache))
-        options = {"implementation": plan.implementation, "deterministic": plan.deterministic}
-        attend = Paged.over(tuple(segments), cache.page_size, **options)
-        own, rest = cache.pages[: len(model.layers)], cache.pages[len(model.layers) :]
-        hidden, pages = model.forward(tokens, attend.positions(), attend, own, deterministic=plan.deterministic)
-        assert pages is not None
-        last = hidden[: seqs * queries]
-        if inputs.chunk_rows.shape[0]:
-            last = inputs.with_chunk_ends(last, hidden[seqs * queries :], stride=queries)
-        logits = model.logits(last, deterministic=plan.deterministic)
-        return logits.reshape(seqs, queries, -1), cache.with_pages(pages + rest)
-
-    def _keep(
-        self, job: Job, run: Run, plan: Plan, logits: Array, known: Array, produced: Array, guesses: Array, count: Array
-    ) -> Run:
-        """Note the choices up to the first one that its guess missed or that ends the sequence; forget the wrong guesses."""
-        seqs, queries = logits.shape[:2]
-        nth = jnp.arange(queries, dtype=jnp.int32)[None, :]
-
-        def flat(x: Array) -> Array:
-            return jnp.broadcast_to(x, (seqs, queries)).reshape(-1)
-
-        request = flat(jnp.where(run.live, run.row_request, 0)[:, None])
-        position = (known[:, None] + nth).reshape(-1)
-        chosen = choose(job, plan, logits.reshape(seqs * queries, -1), request, position)
-        token, ends = chosen.token.reshape(seqs, queries), chosen.ends.reshape(seqs, queries)
-        right = (token[:, :-1] == guesses) & (nth[:, :-1] < count[:, None]) & ~ends[:, :-1]
-        kept = jnp.concatenate([jnp.ones((seqs, 1), bool), jnp.cumprod(right.astype(jnp.int32), axis=1) > 0], axis=1)
-        kept &= produced[:, None]
-        index = run.out_lengths[request] + flat(nth)
-        lengths = run.cache.lengths - jnp.where(produced, count + 1 - jnp.sum(kept, axis=1, dtype=jnp.int32), 0)
-        run = dataclasses.replace(run, cache=run.cache.truncate(lengths))
-        return note(run, plan, chosen, request, position, kept.reshape(-1), index)

@@ -1,23 +1,45 @@
-"""The parts of a decoder layer: norms, rotary positions, MLP.
+"""A decoder layer and its parts: norms, MLP, and the projections around attention.
 
 Everything here works on a flat list of tokens, `[tokens, ...]`; which tokens belong to one sequence is known to attention alone.
-Weights keep Hugging Face's `[out, in]` orientation. Matrices that read the same input are stored as one array, so that a
-step reads them with one product: `qkv` is `[kv_heads, q_per_kv + 2, head_dim, in]` (each kv head's queries, then its key, then
-its value: splitting kv_heads over devices cuts no head apart), `gate_up` is `[2, intermediate, in]`.
+How numbers are computed stands in one `Numerics`, which `attend` carries. Weights keep Hugging Face's `[out, in]` orientation.
+Matrices that read the same input are stored as one array, so that a step reads them with one product: `qkv` is
+`[kv_heads, q_per_kv + 2, head_dim, in]` (each kv head's queries, then its key, then its value: splitting kv_heads over devices cuts no
+head apart), `up` of a gated MLP is `[2, intermediate, in]`.
 """
 
 import functools
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxkv.config import Activation, ModelConfig, Rope
-from jaxkv.ops.products import apart, in_row_tiles, linear
+from jaxkv.cache.pages import Pages
+from jaxkv.config import Activation, ModelConfig
+from jaxkv.model.attend import AttentionSpec
+from jaxkv.model.rotary import rotate
+from jaxkv.ops.numerics import Numerics
+from jaxkv.ops.products import in_row_tiles, linear
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """`Dense` or `Paged`, or another pytree that can be called so and says how numbers are computed."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """How attention, and everything that goes with it, is computed."""
+        ...
+
+    def __call__(self, spec: AttentionSpec, q: Array, k: Array, v: Array, pages: Any, /) -> tuple[Array, Any]:
+        """Context of the queries, and the pages with the new keys and values in."""
+        ...
+
+
+Angles = tuple[Array, Array] | None
+"""cos and sin of each token's rotary angles, None in a layer without rotation."""
 
 
 def value(param: Any) -> Array:
@@ -45,13 +67,13 @@ class Norm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(size, dtype) if plus_one else jnp.ones(size, dtype))
         self.bias = nnx.Param(jnp.zeros(size, dtype)) if kind == "layer" else None
 
-    def __call__(self, x: Float[Array, "*rows size"], *, deterministic: bool = False) -> Float[Array, "*rows size"]:
-        """Normalise the last axis; `deterministic` as in `linear`."""
+    def __call__(self, x: Float[Array, "*rows size"], numerics: Numerics) -> Float[Array, "*rows size"]:
+        """Normalise the last axis."""
         kind = functools.partial(normalise, self.kind, self.eps, self.plus_one)
         flat, weights = x.reshape(-1, x.shape[-1]), (value(self.weight),)
         if self.bias is not None:
             weights = (*weights, value(self.bias))
-        y = in_row_tiles(kind, (flat,), weights) if deterministic else kind(flat, *weights)
+        y = in_row_tiles(kind, (flat,), weights) if numerics.deterministic else kind(flat, *weights)
         return y.reshape(x.shape)
 
 
@@ -66,68 +88,6 @@ def normalise(kind: str, eps: float, plus_one: bool, x: Array, weight: Array, bi
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(x.dtype)
-
-
-def inverse_frequencies(rope: Rope) -> np.ndarray:
-    """Angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2]; "dynamic" before its rescaling.
-
-    Source: the formulas of transformers' `modeling_rope_utils` (linear, llama3, yarn), themselves from the papers they name.
-    """
-    pairs = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / rope.rotary_dim
-    freq = (1.0 / np.power(np.float32(rope.theta), pairs)).astype(np.float32)
-    if rope.kind == "linear":
-        return freq / np.float32(rope.factor)
-    if rope.kind == "llama3":
-        turns = rope.original_max_seq_len * freq / (2 * np.pi)
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = np.clip(keep, 0.0, 1.0).astype(np.float32)
-        return freq * keep + freq / np.float32(rope.factor) * (1 - keep)
-    if rope.kind == "yarn":
-
-        def pair_with(turns: float) -> float:  # the (fractional) pair that makes this many turns over the original context
-            wave = rope.original_max_seq_len / (turns * 2 * np.pi)
-            return rope.rotary_dim * np.log(wave) / (2 * np.log(rope.theta))
-
-        low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
-        if rope.truncate:
-            low, high = np.floor(low), np.ceil(high)
-        low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-        ramp = (np.arange(rope.rotary_dim // 2, dtype=np.float32) - low) / (high - low if high > low else 0.001)
-        keep = 1 - np.clip(ramp, 0.0, 1.0).astype(np.float32)
-        return freq * keep + freq / np.float32(rope.factor) * (1 - keep)
-    return freq
-
-
-def rotary_tables(
-    rope: Rope, positions: Int[Array, " tokens"]
-) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """cos and sin of each token's angles, float32, attention factor included.
-
-    With dynamic scaling a token at position p turns by the frequencies of a context of max(p + 1, original) tokens: those
-    in force when it was decoded, so that its key never depends on what comes later.
-    """
-    freq = jnp.asarray(inverse_frequencies(rope))[None, :]
-    if rope.kind == "dynamic":
-        length = jnp.maximum(positions + 1, rope.original_max_seq_len).astype(jnp.float32)
-        grown = rope.factor * length / rope.original_max_seq_len - (rope.factor - 1)
-        base = rope.theta * grown ** (rope.rotary_dim / (rope.rotary_dim - 2))
-        pairs = jnp.arange(0, rope.rotary_dim, 2, dtype=jnp.float32) / rope.rotary_dim
-        freq = 1.0 / (base[:, None] ** pairs[None, :])
-    angles = positions.astype(jnp.float32)[:, None] * freq
-    # Apart, or XLA on CPU computes cosine and sine again for every head of every layer (9.5 ms of rotation a chunk, not 2.4).
-    cos, sin = apart(lambda a: jnp.stack([jnp.cos(a), jnp.sin(a)]) * rope.attention_factor, angles)
-    return cos, sin
-
-
-def rotate(x: Float[Array, "tokens heads head_dim"], tables: tuple[Array, Array]) -> Float[Array, "tokens heads head_dim"]:
-    """Turn the leading 2 * half dimensions of each head: dimension i with dimension i + half (Hugging Face's layout)."""
-    cos, sin = (t[:, None, None, :] for t in tables)
-    half = cos.shape[-1]
-    pairs = x[..., : 2 * half].reshape(*x.shape[:-1], 2, half).astype(jnp.float32)
-    # The other of each pair by reversing an axis: two halves put together again would be copied number by number on CPU.
-    turned = pairs * cos + pairs[..., ::-1, :] * jnp.concatenate([-sin, sin], axis=-2)
-    turned = turned.astype(x.dtype).reshape(*x.shape[:-1], 2 * half)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
 
 
 _ACTIVATIONS = {
@@ -155,11 +115,90 @@ class MLP(nnx.Module):
         self.up_bias = new_param(rngs, up, c.dtype, None) if c.mlp_bias else None
         self.down_bias = new_param(rngs, (c.hidden_size,), c.dtype, None) if c.mlp_bias else None
 
-    def __call__(self, x: Float[Array, "tokens hidden"], *, deterministic: bool = False) -> Float[Array, "tokens hidden"]:
-        """Widen, activate, narrow; `deterministic` as in `linear`."""
-        y = linear(x, value(self.up), optional(self.up_bias), deterministic=deterministic)
+    def __call__(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+        """Widen, activate, narrow."""
+        y = linear(x, value(self.up), optional(self.up_bias), numerics)
         if self.config.mlp == "gated":
             y = activate(self.config.activation, y[:, 0]) * y[:, 1]
         else:
             y = activate(self.config.activation, y)
-        return linear(y, value(self.down), optional(self.down_bias), deterministic=deterministic)
+        return linear(y, value(self.down), optional(self.down_bias), numerics)
+
+
+def make_norm(config: ModelConfig, kind: str | None = None, size: int | None = None) -> Norm:
+    """A norm of a model, of its hidden size unless another is given."""
+    size = config.hidden_size if size is None else size
+    return Norm(kind or config.norm, size, eps=config.norm_eps, plus_one=config.norm_plus_one, dtype=config.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections, head norms and rotation around an `Attend`."""
+
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs | None):
+        c = config
+        self.config, self.rope = c, c.layer_rope(layer)
+        self.spec = AttentionSpec(c.scale, c.window(layer), c.attn_soft_cap)
+        heads = (c.num_kv_heads, c.q_per_kv + 2, c.head_dim)
+        self.qkv = new_param(rngs, (*heads, c.hidden_size), c.dtype)
+        self.qkv_bias = new_param(rngs, heads, c.dtype, None) if c.qkv_bias else None
+        self.out = new_param(rngs, (c.hidden_size, c.num_heads * c.head_dim), c.dtype)
+        self.out_bias = new_param(rngs, (c.hidden_size,), c.dtype, None) if c.out_bias else None
+        self.q_norm = make_norm(c, "rms", c.head_dim) if c.qk_norm else None
+        self.k_norm = make_norm(c, "rms", c.head_dim) if c.qk_norm else None
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], angles: Angles, attend: Attend, pages: Pages | None
+    ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
+        """Attention's contribution to the residual stream, and the pages with the new tokens in."""
+        c, tokens, numerics = self.config, x.shape[0], attend.numerics
+        qkv = linear(x, value(self.qkv), optional(self.qkv_bias), numerics)
+        q = qkv[:, :, : c.q_per_kv].reshape(tokens, c.num_heads, c.head_dim)
+        k, v = qkv[:, :, c.q_per_kv], qkv[:, :, c.q_per_kv + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, numerics), self.k_norm(k, numerics)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        with jax.named_scope("attend"):
+            context, pages = attend(self.spec, q, k, v, pages)
+        return linear(context.reshape(tokens, -1), value(self.out), optional(self.out_bias), numerics), pages
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, with the norms where `config.block` puts them."""
+
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs | None):
+        self.config = config
+        self.attention, self.mlp = Attention(config, layer, rngs), MLP(config, rngs)
+        self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
+        sandwich = config.block == "sandwich"
+        self.attention_out_norm, self.mlp_out_norm = (make_norm(config), make_norm(config)) if sandwich else (None, None)
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], angles: Angles, attend: Attend, pages: Pages | None
+    ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
+        """The residual stream behind the layer, and the pages with the new tokens in."""
+        block = self.config.block
+
+        def attention(y: Array) -> tuple[Array, Pages | None]:
+            with jax.named_scope("attention"):
+                return self.attention(y, angles, attend, pages)
+
+        def mlp(y: Array) -> Array:
+            with jax.named_scope("mlp"):
+                return self.mlp(y, attend.numerics)
+
+        def normed(by: Norm, y: Array) -> Array:
+            return by(y, attend.numerics)
+
+        if block == "post":
+            y, pages = attention(x)
+            x = normed(self.attention_norm, x + y)
+            return normed(self.mlp_norm, x + mlp(x)), pages
+        y, pages = attention(normed(self.attention_norm, x))
+        if block == "parallel":
+            return x + y + mlp(normed(self.mlp_norm, x)), pages
+        if self.attention_out_norm is None or self.mlp_out_norm is None:
+            x = x + y
+            return x + mlp(normed(self.mlp_norm, x)), pages
+        x = x + normed(self.attention_out_norm, y)
+        return x + normed(self.mlp_out_norm, mlp(normed(self.mlp_norm, x))), pages

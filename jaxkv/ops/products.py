@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxkv.ops.numerics import DEFAULT, Numerics
+
 SUMS_ARE_FAST = platform.machine() in ("x86_64", "AMD64")
 LONG = 2048
 """Few rows by a weight whose rows are shorter than this are summed product by product, where that was measured to be faster.
@@ -202,19 +204,19 @@ def _tiled_product(x: Array, weight: Array) -> Array:
     return _tiled(compute, _product, (x,), (weight,))
 
 
-def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, *, deterministic: bool = False) -> Array:
+def linear(x: Float[Array, "tokens in"], weight: Array, bias: Array | None = None, numerics: Numerics = DEFAULT) -> Array:
     """x times the transposed weight, plus the bias.
 
     Args:
       x: inputs, of the weight's dtype.
       weight: `[*out, in]`; any number of output axes.
       bias: `[*out]` or None.
-      deterministic: compute in fixed row tiles; a row's bits then do not depend on the number of tokens.
+      numerics: how it is computed.
 
     Returns:
       `[tokens, *out]` in x's dtype.
     """
     flat = weight.reshape(-1, weight.shape[-1])
-    y = _tiled_product(x, flat) if deterministic else _product(x, flat)
+    y = _tiled_product(x, flat) if numerics.deterministic else _product(x, flat)
     y = y.reshape(x.shape[0], *weight.shape[:-1])
     return y if bias is None else y + bias[None]

@@ -1,6 +1,5 @@
 """From rollouts to training: prompts and generated tokens as whole sequences, and how far two sets of log-probabilities disagree."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.decode.generate import GenerateOutput, pad_prompts
+from jaxkv.decode.outputs import GenerateOutput
+from jaxkv.decode.prompts import Prompts, pad_prompts
 from jaxkv.model.decoder import Decoder
 from jaxkv.rl.score import score
 
@@ -47,7 +47,7 @@ class Mismatch(NamedTuple):
 
 
 def sequences(
-    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompts: Prompts,
     prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None,
     out: GenerateOutput,
 ) -> Sequences:
@@ -81,7 +81,7 @@ def sequences(
 
 def mismatch(
     model: Decoder,
-    prompts: Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]],
+    prompts: Prompts,
     prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None,
     out: GenerateOutput,
     *,

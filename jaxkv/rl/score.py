@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from jaxkv.decode.prompts import check_tokens, first_outside
 from jaxkv.decode.sampling import Sampling, filtered_logits, token_logprobs
-from jaxkv.decode.step import check_tokens
 from jaxkv.model.attend import Dense
 from jaxkv.model.decoder import Decoder
+from jaxkv.ops.numerics import Numerics
 
 BLOCK = 256
 """Positions whose logits exist at once: `[BLOCK, vocab]` float32, instead of `[batch * seq, vocab]`."""
@@ -58,40 +58,30 @@ def score(
     lengths = jnp.full(batch, seq, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must be [batch] = [{batch}], got shape {list(lengths.shape)}")
-    if not isinstance(lengths, Tracer):
-        wrong = np.flatnonzero((np.asarray(lengths) < 1) | (np.asarray(lengths) > seq))
-        if wrong.size:
-            raise ValueError(f"row {wrong[0]} has length {lengths[wrong[0]]}, but must have 1 to {seq} tokens")
+    wrong = first_outside(lengths, 1, seq)
+    if wrong is not None:
+        raise ValueError(f"row {wrong} has length {lengths[wrong]}, but must have 1 to {seq} tokens")
+    check_tokens(tokens, lengths, model.config.vocab_size)
     tokens = jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
-    check_tokens(tokens, model.config.vocab_size)
     sampling = None if sampling is None else sampling.per_row(batch)
-    return _score(model, tokens, lengths, sampling, deterministic, remat, implementation)
+    return _score(model, tokens, lengths, sampling, Numerics(implementation, deterministic), remat)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _score(
-    model: Decoder,
-    tokens: Array,
-    lengths: Array,
-    sampling: Sampling | None,
-    deterministic: bool,
-    remat: bool,
-    implementation: str | None,
-) -> Array:
+@functools.partial(jax.jit, static_argnames=("numerics", "remat"))
+def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | None, numerics: Numerics, remat: bool) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-    attend = Dense(batch, seq, deterministic, implementation)
-    hidden, _ = model.forward(tokens.reshape(-1), positions, attend, deterministic=deterministic, remat=remat)
+    hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, numerics, model.mesh), remat=remat)
     targets = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)  # the last position predicts nothing
     rows = jnp.arange(batch * seq, dtype=jnp.int32) // seq
 
     @jax.checkpoint
     def block(args: tuple[Array, Array, Array]) -> Array:
         states, target, row = args
-        logits = model.logits(states, deterministic=deterministic)
+        logits = model.logits(states, numerics)
         if sampling is not None:
             logits = filtered_logits(logits, sampling.at(row))
-        return token_logprobs(logits, target, deterministic=deterministic)
+        return token_logprobs(logits, target, deterministic=numerics.deterministic)
 
     size = min(BLOCK, -(-batch * seq // 16) * 16)
     blocks = -(-batch * seq // size)

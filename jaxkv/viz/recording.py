@@ -8,7 +8,8 @@ from jaxtyping import Array, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.cache.report import Bookkeeping, cache_stats
-from jaxkv.decode.generate import GenerateOutput, stream
+from jaxkv.decode.generate import stream
+from jaxkv.decode.outputs import GenerateOutput
 from jaxkv.model.decoder import Decoder
 from jaxkv.viz.cache_picture import AFTER, LABEL, LINE, WIDTH, Picture, colour, picture, svg, text
 

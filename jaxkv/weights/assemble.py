@@ -17,17 +17,12 @@ from tqdm import tqdm
 
 from jaxkv.config import ModelConfig
 from jaxkv.families import Tensor, family_of
-from jaxkv.model.decoder import Decoder
+from jaxkv.model.decoder import Decoder, parameter_name
 from jaxkv.sharding import sharding_of
 from jaxkv.weights.source import Source
 
 _PROGRESS_FROM = 64 * 2**20  # bytes; smaller models are there before a bar could be read
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def parameter_name(path: tuple) -> str:
-    """A parameter's path in the module as the families' tables write it: "layers.0.attention.qkv"."""
-    return ".".join(str(part) for part in path)
 
 
 def match(config: ModelConfig, source: Source) -> dict[str, str]:
@@ -92,7 +87,7 @@ def assemble(config: ModelConfig, source: Source, *, dtype: str | None, mesh: ja
     by_parameter: dict[str, list[Tensor]] = {}
     for tensor in family_of(config.family).tensors(config):
         by_parameter.setdefault(tensor.parts[0].parameter, []).append(tensor)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=None, mesh=mesh)))
     flat = [(path, variable, parameter_name(path)) for path, variable in nnx.to_flat_state(state)]
     shardings = {name: sharding_of(config, name, mesh) for _, _, name in flat}
     total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for _, v, _ in flat)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import Rope
-from jaxkv.model.layers import inverse_frequencies
+from jaxkv.model.rotary import inverse_frequencies
 from jaxkv.weights.gguf_file import GGUFFile
 
 FAMILY_OF_ARCHITECTURE = {

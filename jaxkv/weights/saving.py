@@ -13,8 +13,7 @@ from flax import nnx
 
 from jaxkv.families import Tensor, family_of, to_hf
 from jaxkv.families.reading import write_token_ids
-from jaxkv.model.decoder import Decoder
-from jaxkv.weights.assemble import parameter_name
+from jaxkv.model.decoder import Decoder, parameter_name
 from jaxkv.weights.safetensors_file import INDEX, SINGLE, write_safetensors
 
 SHARD_BYTES = 5 * 10**9

@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv import PagedKVCache
+from jaxkv.cache.pages import Pages
 
 
 def make(num_pages: int = 12, page_size: int = 4, max_seqs: int = 4, max_seq_len: int = 32, **changes: Any) -> PagedKVCache:
@@ -55,17 +56,17 @@ class TestCreate:
     def test_an_empty_cache(self):
         cache = make(num_pages=12, page_size=4, max_seqs=3, max_seq_len=30)
         assert (cache.num_pages, cache.page_size, cache.max_seqs, cache.pages_per_seq) == (12, 4, 3, 8)
-        assert cache.k_pages[0].shape == cache.v_pages[1].shape == (12, 1, 4, 2)
+        assert cache.pages[0].k.shape == cache.pages[1].v.shape == (12, 1, 4, 2)
         assert int(cache.num_free) == 11
         cache.check()
         assert cache.stats() == (11, 0, 11, 0, 0, 0, 0.0)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_dtype_is_the_models_unless_given(self, dtype: str):
-        assert make(dtype=dtype).k_pages[0].dtype == dtype
+        assert make(dtype=dtype).pages[0].k.dtype == dtype
         config = decoders.config(dtype=dtype)
         cache = PagedKVCache.create(config, num_pages=2, max_seqs=1, max_seq_len=8, dtype="float32")
-        assert cache.v_pages[0].dtype == jnp.float32
+        assert cache.pages[0].v.dtype == jnp.float32
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
@@ -152,16 +153,15 @@ class TestCopyOnWrite:
     @staticmethod
     def filled(cache: PagedKVCache) -> PagedKVCache:
         """Every slot of the pool has a value of its own, in both arrays of both layers."""
-        k = [jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape) + 1000 * i for i, x in enumerate(cache.k_pages)]
-        return dataclasses.replace(cache, k_pages=tuple(k), v_pages=tuple(-x for x in k))
+        k = [jnp.arange(p.k.size, dtype=jnp.float32).reshape(p.k.shape) + 1000 * i for i, p in enumerate(cache.pages)]
+        return cache.with_pages(tuple(Pages(x, -x) for x in k))
 
     @staticmethod
     def contents(cache: PagedKVCache, row: int) -> np.ndarray:
         length = int(cache.lengths[row])
         position = np.arange(length)
         page = np.asarray(cache.block_tables)[row, position // cache.page_size]
-        arrays = (*cache.k_pages, *cache.v_pages)
-        return np.stack([np.asarray(x)[page, :, position % cache.page_size] for x in arrays])
+        return np.stack([np.asarray(x)[page, :, position % cache.page_size] for x in jax.tree.leaves(cache.pages)])
 
     def test_a_shared_partly_filled_page_is_copied_in_every_layer(self):
         cache = fork(self.filled(grow(make(), 6, 0, 0, 0)), 0, 1)
@@ -347,7 +347,15 @@ class TestStats:
 
 
 def _set(name: str, index: Any, value: Any) -> Callable[[PagedKVCache], PagedKVCache]:
-    return lambda cache: dataclasses.replace(cache, **{name: getattr(cache, name).at[index].set(value)})
+    owner = "tables" if name in ("block_tables", "lengths") else "free_list"
+
+    def change(cache: PagedKVCache) -> PagedKVCache:
+        old = getattr(cache, owner)
+        return dataclasses.replace(
+            cache, **{owner: dataclasses.replace(old, **{name: getattr(old, name).at[index].set(value)})}
+        )
+
+    return change
 
 
 class TestCheck:

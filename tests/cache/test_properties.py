@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import jaxkv
 from jaxkv import PagedKVCache
+from jaxkv.cache.pages import Pages
 
 SEQS, MAX_LEN, MOST = 4, 24, 12
 SIZES = {1: 40, 3: 14, 16: 7}  # page size -> pages: enough for some rows, never for all
@@ -102,7 +103,8 @@ def append(cache: PagedKVCache, num_tokens: jax.Array, values: jax.Array) -> Pag
         new = [sign * values + 0.25 * layer for layer in range(len(pages))]
         return tuple(x.at[page, 0, position % cache.page_size, 0].set(y, mode="drop") for x, y in zip(pages, new, strict=True))
 
-    cache = dataclasses.replace(cache, k_pages=written(cache.k_pages, 1.0), v_pages=written(cache.v_pages, -1.0))
+    k, v = written(tuple(p.k for p in cache.pages), 1.0), written(tuple(p.v for p in cache.pages), -1.0)
+    cache = cache.with_pages(tuple(map(Pages, k, v)))
     return cache.advance(count)
 
 
@@ -217,9 +219,9 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         tables, size = np.asarray(self.cache.block_tables), self.cache.page_size
-        for arrays, sign in ((self.cache.k_pages, 1), (self.cache.v_pages, -1)):
-            for layer, pages in enumerate(arrays):
-                pages = np.asarray(pages)
+        for array, sign in ((0, 1), (1, -1)):
+            for layer, layer_pages in enumerate(self.cache.pages):
+                pages = np.asarray(layer_pages[array])
                 for i, row in enumerate(self.oracle.rows):
                     position = np.arange(len(row.tokens))
                     read = pages[tables[i, position // size], 0, position % size, 0]

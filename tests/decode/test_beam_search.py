@@ -15,9 +15,10 @@ from families.tiny_models import FAMILIES, save_tiny, tokens
 
 import jaxkv
 from jaxkv.decode.beams import Rules
+from jaxkv.ops.numerics import Numerics
 
-# The function hides its module: `jaxkv.beam_search` is both.
-internals = importlib.import_module("jaxkv.beam_search")
+# The module, whose parts are run one by one.
+internals = importlib.import_module("jaxkv.decode.beam_search")
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 9, 7], [9]]
 
@@ -149,9 +150,9 @@ def test_other_prompts_and_rules_compile_nothing(model) -> None:
 def finish(model: jaxkv.Decoder, *, page_size: int, num_pages: int, **sizes: int) -> Any:
     """The last state of a search of PROMPTS' first, its cache included."""
     beams, new = sizes["num_beams"], sizes["max_new"]
-    search = internals._Search(beams, new, 1, 16, None, False)
+    search = internals._Search(beams, new, 1, 16, Numerics())
     prompt = jnp.array([PROMPTS[0]])
-    shape = internals._Sizes(num_pages, page_size, beams, prompt.shape[1] + new)
+    shape = jaxkv.CacheConfig(num_pages, page_size, beams, prompt.shape[1] + new)
     rules = Rules(jnp.float32(1.0), jnp.bool_(False), jnp.bool_(False))
     run = jax.jit(internals._run, static_argnums=(5, 6))
     return run(model, prompt, jnp.array([prompt.shape[1]]), rules, jnp.array([5, 6]), search, shape)

@@ -12,11 +12,13 @@ import pytest
 from decoders import decoder, naive_greedy, random_prompts
 
 import jaxkv
-from jaxkv.decode.run_state import Chunk, Job, Plan, start
-from jaxkv.decode.speculative import Draft, NGram, Speculation
+from jaxkv.decode.options import GenerateOptions, prepare
+from jaxkv.decode.run_state import Job, start
+from jaxkv.decode.speculation import Speculation
+from jaxkv.decode.speculative import Draft, NGram
 
-# The function hides its module: `jaxkv.generate` is both.
-internals = importlib.import_module("jaxkv.generate")
+# The module, whose parts are run one by one.
+internals = importlib.import_module("jaxkv.decode.generate")
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -52,16 +54,11 @@ def assert_same(out: jaxkv.GenerateOutput, plain: jaxkv.GenerateOutput) -> None:
 
 def run(speculative: NGram | Draft, on_token: Any = None, **changes: Any) -> tuple[jaxkv.GenerateOutput, Any]:
     """`generate` by its parts: the output, and the state at the end."""
-    o = {**OPTIONS, **changes}
-    prompts, lengths = internals.pad_prompts(PROMPTS)
-    job, plan, sizes = internals._prepare(
-        decoder(), prompts, lengths, o["max_new_tokens"], o["sampling"], o["key"], o["eos_token_id"], o["num_samples"],
-        o["token_limits"], o["page_size"], o["num_pages"], o["max_seqs"], o["prefill_chunk"], None, o["deterministic"], None,
-        speculative, on_token,
-    )  # fmt: skip
-    state = internals._start(decoder(), job, plan, sizes, o["max_new_tokens"])
+    asked = GenerateOptions(speculative=speculative, on_token=on_token, **{**OPTIONS, **changes})
+    job, plan, sizes = prepare(decoder(), PROMPTS, None, asked)
+    state = internals._start(decoder(), job, plan, sizes)
     state = internals._advance(decoder(), job, state, plan, jnp.int32(10_000))
-    return internals._output(state, plan), state
+    return internals._output(state, job), state
 
 
 @pytest.mark.parametrize(
@@ -156,9 +153,8 @@ def test_look_up(text: list[int], guesses: list[int] | None, given: int) -> None
         tokens=state.tokens.at[0, :made].set(jnp.array(text[given:], jnp.int32)),
         out_lengths=jnp.array([made]),
     )
-    plan = Plan(1, Chunk(1, 16), False, None, False)
-    known = state.known(job, plan, state.row_request)
-    found, any_found = Speculation(4, 3)._look_up(job, state, plan, known)
+    known = state.known(job, state.row_request)
+    found, any_found = Speculation(4, 3)._look_up(job, state, known)
     assert bool(any_found[1]) == (guesses is not None)
     if guesses is not None:
         assert found[1].tolist() == guesses

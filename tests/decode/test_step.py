@@ -1,6 +1,5 @@
 """`extend` and `step` against the model without a cache."""
 
-import dataclasses
 from typing import Any
 
 import decoders
@@ -85,7 +84,7 @@ class TestAgainstTheModelWithoutACache:
     def test_narrow_cache(self):
         model, rows = decoders.decoder(), decoders.random_prompts(3, [17, 9, 5, 1, 0])
         got, cache = feed(model, new_cache(model, dtype="bfloat16"), rows, [9, 8])
-        assert cache.k_pages[0].dtype == jnp.bfloat16
+        assert cache.pages[0].k.dtype == jnp.bfloat16
         for g, w in zip(got, expected(model, rows), strict=True):
             np.testing.assert_allclose(g, w, atol=0.1)
 
@@ -250,8 +249,7 @@ def with_garbage(cache: PagedKVCache, value: float) -> PagedKVCache:
         position = np.arange(length)
         live[table[position // cache.page_size], position % cache.page_size] = True
     mask = jnp.asarray(live)[:, None, :, None]
-    dead = lambda pages: tuple(jnp.where(mask, x, jnp.asarray(value, x.dtype)) for x in pages)
-    return dataclasses.replace(cache, k_pages=dead(cache.k_pages), v_pages=dead(cache.v_pages))
+    return cache.with_pages(jax.tree.map(lambda x: jnp.where(mask, x, jnp.asarray(value, x.dtype)), cache.pages))
 
 
 @pytest.mark.usefixtures("optimized")  # the last one here: from it on

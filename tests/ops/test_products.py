@@ -10,7 +10,10 @@ import pytest
 
 from jaxkv.model.layers import normalise
 from jaxkv.ops import products
+from jaxkv.ops.numerics import Numerics
 from jaxkv.ops.products import linear
+
+EXACT = Numerics(deterministic=True)
 
 
 def arrays(rows: int, width: int, out: tuple[int, ...], dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -27,7 +30,7 @@ def test_every_form_gives_the_product(rows: int, width: int, dtype: str):
     # Accumulated in float32, rounded once: half a unit in the last place of the largest, and a little of the sum's own.
     unit = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
     for deterministic in (False, True):
-        got = linear(x, weight, deterministic=deterministic)
+        got = linear(x, weight, None, Numerics(None, deterministic))
         assert got.dtype == x.dtype and got.shape == (rows, 3, 5)
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=unit, atol=unit * np.abs(want).max())
 
@@ -72,7 +75,7 @@ def test_the_gradient_of_few_rows_makes_no_array_of_rows_by_out_by_in():
 def test_a_row_has_the_same_bits_in_any_number_of_tiles(shape: tuple[int, int], dtype: str):
     """Tiles stand side by side in one sum, and a single one alone in another: the library must cut both alike."""
     x, weight = arrays(130, shape[1], shape[:1], dtype)
-    tiled = jax.jit(lambda x: linear(x, weight, deterministic=True))
+    tiled = jax.jit(lambda x: linear(x, weight, None, EXACT))
     alone = jnp.concatenate([tiled(x[i : i + 1]) for i in range(len(x))])
     for rows in (15, 16, 17, 32, 33, 48, 64, 128, 130):
         np.testing.assert_array_equal(tiled(x[-rows:]), alone[-rows:])
@@ -82,10 +85,10 @@ def test_a_row_has_the_same_bits_in_any_number_of_tiles(shape: tuple[int, int], 
 def test_what_stands_around_a_tiled_product_does_not_change_its_bits():
     """Factors before it, additions and activations behind it: fused with a sum, they would round it differently."""
     x, weight = arrays(33, 576, (96,), "float32")
-    plain = jax.jit(lambda x: linear(x, weight, deterministic=True))
+    plain = jax.jit(lambda x: linear(x, weight, None, EXACT))
     scaled = jnp.asarray(np.float32(x) * np.float32(0.3))
     for rows in (1, 16, 33):
-        fused = jax.jit(lambda x: 1.7 * linear(x * jnp.float32(0.3), weight, deterministic=True) + 0.1)
+        fused = jax.jit(lambda x: 1.7 * linear(x * jnp.float32(0.3), weight, None, EXACT) + 0.1)
         np.testing.assert_array_equal(fused(x[:rows]), jax.jit(lambda y: 1.7 * y + 0.1)(plain(scaled[:rows])))
 
 

@@ -1,0 +1,105 @@
+"""`extend`: new tokens for any rows of a cache, by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jaxkv.cache.paged_kv_cache import PagedKVCache
+from jaxkv.decode.prompts import check_tokens
+from jaxkv.model.decoder import Decoder
+from jaxkv.model.segments import Segment
+from jaxkv.ops.numerics import Numerics
+
+
+def extend(
+    model: Decoder,
+    cache: PagedKVCache,
+    tokens: Int[Array | np.ndarray, "seqs chunk"],
+    num_tokens: Int[Array | np.ndarray, " seqs"],
+    *,
+    all_logits: bool = False,
+    implementation: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Float[Array, "seqs *chunk vocab"], PagedKVCache]:
+    """Append tokens to every row of the cache: allocates pages, writes keys and values, attends.
+
+    Prefill, a later chunk of it, and decode (chunk = 1) are this one call.
+
+    Args:
+      model: the decoder.
+      cache: donated when called outside jit: use the returned one.
+      tokens: token ids, each row's real ones first.
+      num_tokens: how many of each row's tokens are real, 0 to chunk; 0 leaves a row as it is.
+      all_logits: return logits of all positions instead of each row's last.
+      implementation: of the attention kernel, see `pallas_kernels.paged_attention`.
+      deterministic: a row's bits do not depend on the other rows, nor on how its tokens are cut into chunks.
+
+    Returns:
+      float32 logits, `[seqs, vocab]` of each row's last new token, or `[seqs, chunk, vocab]`; zeros where there is no new
+      token. And the cache. Inside jit a row that gets no pages takes none of its tokens, and `cache.out_of_pages` says so.
+
+    Raises:
+      ValueError: (outside jit) a token id or a count is out of range, a row would outgrow its table or the model, or the pool
+        has too few free pages; nothing has happened then, and the cache given is still good.
+    """
+    tokens, num_tokens = jnp.asarray(tokens), jnp.asarray(num_tokens)
+    if tokens.ndim != 2 or tokens.shape[0] != cache.max_seqs or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be [seqs, chunk] with seqs = {cache.max_seqs} and chunk > 0, got shape {tokens.shape}")
+    if num_tokens.shape != (cache.max_seqs,):
+        raise ValueError(f"num_tokens must be [seqs] = [{cache.max_seqs}], got shape {num_tokens.shape}")
+    static = (all_logits, Numerics(implementation, deterministic))
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((model, cache, tokens, num_tokens))):
+        return _extend(model, cache, tokens, num_tokens, *static)
+    check_tokens(tokens, num_tokens, model.config.vocab_size)
+    _check_room(cache, np.asarray(num_tokens), tokens.shape[1], model.config.max_seq_len)
+    return _extend_jit(model, cache, tokens, num_tokens, *static)
+
+
+def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, chunk: int, allowed: int) -> None:
+    wrong = np.flatnonzero((num_tokens < 0) | (num_tokens > chunk))
+    if wrong.size:
+        raise ValueError(f"num_tokens[{wrong[0]}] is {num_tokens[wrong[0]]}, but must be 0 to {chunk}")
+    room = cache.pages_per_seq * cache.page_size
+    lengths, most = np.asarray(cache.lengths), min(room, allowed)
+    long = np.flatnonzero((num_tokens > 0) & (lengths + num_tokens > most))
+    if long.size:
+        row = long[0]
+        raise ValueError(
+            f"row {row} holds {lengths[row]} tokens and cannot take {num_tokens[row]} more: "
+            f"its block table has room for {room} and the model allows {allowed}"
+        )
+    stuck = np.flatnonzero((num_tokens > 0) & np.asarray(cache.out_of_pages))
+    if stuck.size:
+        raise ValueError(f"rows {stuck.tolist()} ran out of pages earlier and have a gap: free them before extending them")
+    need = int(np.asarray(cache.pages_needed(jnp.asarray(num_tokens, jnp.int32))).sum())
+    if need > int(cache.num_free):
+        raise ValueError(
+            f"out of pages: the new tokens need {need} pages and {int(cache.num_free)} of {cache.num_pages - 1} are free; free rows, "
+            f"or create the cache with num_pages >= {cache.num_pages + need - int(cache.num_free)}"
+        )
+
+
+def _extend(
+    model: Decoder, cache: PagedKVCache, tokens: Array, num_tokens: Array, all_logits: bool, numerics: Numerics
+) -> tuple[Array, PagedKVCache]:
+    seqs, chunk = tokens.shape
+    num_tokens = num_tokens.astype(jnp.int32)
+    cache = cache.allocate(num_tokens, max_tokens=chunk)
+    count = jnp.where(cache.out_of_pages, 0, num_tokens)
+    cache = cache.advance(count)
+    segment, flat = Segment(None, cache.lengths, count, queries=chunk), tokens.astype(jnp.int32).reshape(-1)
+    hidden, pages = model.forward_paged(flat, (segment,), cache.tables, cache.pages, numerics)
+    if all_logits:
+        logits = model.logits(hidden, numerics).reshape(seqs, chunk, -1)
+        real = jnp.arange(chunk)[None, :] < count[:, None]
+    else:
+        last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs), jnp.maximum(count - 1, 0)]
+        logits, real = model.logits(last, numerics), count > 0
+    return jnp.where(real[..., None], logits, 0.0), cache.with_pages(pages)
+
+
+_extend_jit = functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=(1,))(_extend)

@@ -1,0 +1,104 @@
+"""The arguments of `generate` as one value, their checks, and what becomes of them: traced ones a `Job`, static ones a `Plan`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxkv.config import CacheConfig, pages_for
+from jaxkv.decode.prompts import (
+    Ends,
+    Prompts,
+    check_counts,
+    check_pool,
+    check_tokens,
+    end_tokens,
+    longest_sequence,
+    pad_prompts,
+    prompt_keys,
+    token_limits,
+)
+from jaxkv.decode.run_state import Chunk, Job, Plan
+from jaxkv.decode.sampling import Sampling
+from jaxkv.decode.speculative import Draft, NGram, speculate
+from jaxkv.model.decoder import Decoder
+from jaxkv.ops.numerics import Numerics
+
+MAX_SEQS = 64
+"""Rows of the batch unless `max_seqs` says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """The keyword arguments of `generate`; see there."""
+
+    max_new_tokens: int
+    sampling: Sampling | None = None
+    key: Array | None = None
+    eos_token_id: Ends = None
+    num_samples: int = 1
+    token_limits: Int[Array | np.ndarray, " num_prompts"] | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    max_seqs: int | None = None
+    prefill_chunk: int | None = None
+    cache_dtype: str | None = None
+    deterministic: bool = False
+    implementation: str | None = None
+    on_token: Callable[[int, int, int, int], None] | None = None
+    speculative: NGram | Draft | None = None
+
+    @classmethod
+    def of(cls, function: str, options: dict[str, Any]) -> "GenerateOptions":
+        """The options of a function that hands its keyword arguments on.
+
+        Raises:
+          TypeError: one is unknown, or `max_new_tokens` is missing.
+        """
+        unknown = options.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise TypeError(f"{function}() got unknown arguments {sorted(unknown)}")
+        if "max_new_tokens" not in options:
+            raise TypeError(f"{function}() needs max_new_tokens")
+        return cls(**options)
+
+
+def prepare(
+    model: Decoder, prompts: Prompts, lengths: Array | np.ndarray | None, options: GenerateOptions
+) -> tuple[Job, Plan, CacheConfig]:
+    """Check all arguments, and sort them into traced and static ones.
+
+    Raises:
+      ValueError: as `generate`.
+    """
+    o, config = options, model.config
+    prompts, lengths = pad_prompts(prompts, lengths)
+    num_prompts, width = prompts.shape
+    check_counts(
+        max_new_tokens=o.max_new_tokens, num_samples=o.num_samples, page_size=o.page_size, max_seqs=o.max_seqs,
+        prefill_chunk=o.prefill_chunk,
+    )  # fmt: skip
+    longest = longest_sequence(config, lengths, width, o.max_new_tokens)
+    check_tokens(prompts, lengths, config.vocab_size)
+    max_seqs = min(num_prompts * o.num_samples, MAX_SEQS) if o.max_seqs is None else o.max_seqs
+    num_pages = max_seqs * pages_for(longest, o.page_size) + 1 if o.num_pages is None else o.num_pages
+    what = f"a prompt of up to {longest - o.max_new_tokens} and {o.max_new_tokens} new ones"
+    check_pool(num_pages, o.page_size, longest, what)
+    sampling = Sampling() if o.sampling is None else o.sampling
+    greedy = sampling.always_greedy
+    job = Job(
+        prompts=prompts,
+        prompt_lengths=lengths,
+        limits=token_limits(o.token_limits, num_prompts, o.max_new_tokens),
+        keys=prompt_keys(o.key, num_prompts, greedy=greedy),
+        sampling=sampling.per_row(num_prompts),
+        eos=end_tokens(config, o.eos_token_id),
+        num_samples=o.num_samples,
+    )
+    chunk = Chunk.holding(o.prefill_chunk, width, max_seqs)
+    plan = Plan(o.max_new_tokens, chunk, not greedy, Numerics(o.implementation, o.deterministic), o.on_token)
+    if o.speculative is not None:
+        job, plan = speculate(o.speculative, model, longest, job, plan)
+    return job, plan, CacheConfig(num_pages, o.page_size, max_seqs, longest, o.cache_dtype)

@@ -1,0 +1,58 @@
+"""What `generate` and `stream` give back."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+
+class GenerateStats(NamedTuple):
+    """How a run went: scalar arrays.
+
+    Attributes:
+      steps: passes through the model.
+      preemptions: times a row was moved back to the waiting line because the pool was full.
+      peak_pages: most pages in use at once.
+      waste: share of the slots of used pages without a token, averaged over the steps, in [0, 1].
+    """
+
+    steps: Int[Array, ""]
+    preemptions: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+    waste: Float[Array, ""]
+
+
+class GenerateOutput(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+      tokens: generated ids, an end token included, padded with -1.
+      lengths: how many are real.
+      logprobs: of the chosen tokens under the model's own distribution (before temperature and filters), padded with 0.
+      sampled_logprobs: the same under the distribution that was sampled from (after both); 0 for greedy prompts.
+      finished: ended by an end token rather than by the number of tokens.
+      stats: see `GenerateStats`.
+    """
+
+    tokens: Int[Array, "num_prompts num_samples max_new"]
+    lengths: Int[Array, "num_prompts num_samples"]
+    logprobs: Float[Array, "num_prompts num_samples max_new"]
+    sampled_logprobs: Float[Array, "num_prompts num_samples max_new"]
+    finished: Bool[Array, "num_prompts num_samples"]
+    stats: GenerateStats
+
+    def _repr_html_(self) -> str:
+        from jaxkv.viz.output_picture import output_svg  # only here: results that nobody looks at need no pictures
+
+        figures = ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in self.stats._asdict().items())
+        return output_svg(np.asarray(self.lengths), np.asarray(self.logprobs), np.asarray(self.finished), figures)
+
+
+class Token(NamedTuple):
+    """One generated token, as `stream` yields it; position counts from the prompt's first token."""
+
+    prompt: int
+    sample: int
+    position: int
+    token: int
+    logprob: float

@@ -11,9 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # LLVM's, not XLA's: a third of a test's time; see `optimized`
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
-    "false"  # the command line turns it on; a test has no business in the user's folder
-)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the command line turns it on, and would write to the user's folder
 
 import gc
 import time

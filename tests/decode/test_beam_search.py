@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv.decode.beams import Rules
 
 # The function hides its module: `jaxkv.beam_search` is both.
-internals = importlib.import_module("jaxkv.beam_search")
+internals = importlib.import_module("jaxkv.decode.beam_search")
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 9, 7], [9]]
 

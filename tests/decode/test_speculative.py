@@ -16,7 +16,7 @@ from jaxkv.decode.run_state import Chunk, Job, Plan, start
 from jaxkv.decode.speculative import Draft, NGram, Speculation
 
 # The function hides its module: `jaxkv.generate` is both.
-internals = importlib.import_module("jaxkv.generate")
+internals = importlib.import_module("jaxkv.decode.generate")
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

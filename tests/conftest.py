@@ -63,6 +63,18 @@ def optimized():
     compile_without(True)
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With `-n 2` all tests of a file run in one process, in the order of collection: its fixtures are made once, and a later test
+    finds the programs that an earlier one has compiled."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 

@@ -6,5 +6,6 @@ python -m benchmarks.continuous_batching    rows refilled as they end next to st
 python -m benchmarks.growth                 time per step with a larger pool, wider tables, more waiting prompts
 python -m benchmarks.start_up               import, load and compilation, with and without the compilation cache
 
-What a user measures, `jaxkv bench`, is `jaxkv.bench`. These are no part of the installed package, and the package does not know them.
+They run from a checkout: the installed package does not contain them, and nothing in it imports them. What users measure on a
+machine of their own is `jaxkv bench`, in `jaxkv/bench/`. To add a measurement, begin with `growth.py`, the shortest.
 """

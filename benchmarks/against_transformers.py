@@ -1,7 +1,7 @@
 """Decode of the same weights in jaxkv and in transformers on torch, side by side: `python -m benchmarks.against_transformers`.
 
-Same token ids and number of threads, float32, in turns, so that whatever else the machine does strikes both.
-transformers runs two ways, its own `generate` and the barest loop over its model with a KV cache; the ratio is against the
+Both get the same token ids and the same number of threads, in float32. They run in turns, so that other load on the machine affects
+both. transformers runs in two ways, its own `generate` and a minimal loop over its model with a KV cache; the ratio is against the
 faster of the two.
 The model is saved by `jaxkv.save` and loaded by transformers from there, so the weights are the same to the bit.
 """

@@ -1,8 +1,8 @@
 """jaxkv and other engines on the same weights, token ids and threads, in turns: `python -m benchmarks.compare`.
 
-Each engine is a process in an environment of its own (`--peer vllm=path/to/its/bin/python`), all greedy, past end tokens. Beside
-every figure stands what the machine allows: bytes over its memory's speed and multiply-adds over its matmul peak, both measured
-in the same run.
+Each engine is a process in an environment of its own (`--peer vllm=path/to/its/bin/python`). All decode greedily and do not stop at end
+tokens. Every figure is shown beside the limit of the machine: bytes over the memory's bandwidth or multiply-adds over the speed of a
+large matrix product, both measured in the same run.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def longest(args: argparse.Namespace) -> int:
 
 
 def saved(model: Decoder, tokenizer: Any, cache: Path) -> Path:
-    """The model's folder in the cache, named after its content: what engines convert from it lies beside it."""
+    """The model's folder in the cache, named after its content; what engines convert from it is put beside it."""
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model.", dir=cache) as work:
         folder = Path(work) / "hf"
@@ -126,14 +126,14 @@ def saved(model: Decoder, tokenizer: Any, cache: Path) -> Path:
         target = cache / digest.hexdigest()[:16] / "hf"
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
-            with contextlib.suppress(OSError):  # another run was faster
+            with contextlib.suppress(OSError):  # another run has put it there meanwhile
                 folder.rename(target)
     return target
 
 
 @contextlib.contextmanager
 def running(choices: list[Choice], args: argparse.Namespace) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
-    """The engines, ours first, and why others are not there; they end with the block."""
+    """The engines, jaxkv first, and the reason for each that is not installed; all processes end with the `with` block."""
     ours = Choice(OURS, PEERS / f"{OURS}.py", sys.executable)
     engines, skipped = start([ours, *choices], asked=bool(args.peer), threads=args.threads or threads(), timeout=args.timeout)
     try:
@@ -211,13 +211,13 @@ def measure_cells(
 
 
 def progress(found: dict[str, Any], *names: str) -> str:
-    """A line for each engine as soon as a cell is done: a run of hours that is stopped was not for nothing."""
+    """A line for each engine as soon as a cell is done, so that a long run which is stopped leaves its figures."""
     lines = [f"  {name}: " + " / ".join(f"{engine[key]:,.1f}" for key in names) for name, engine in found["engines"].items()]
     return "\n".join(lines + [f"  ({' / '.join(names).replace('_', ' ')})"])
 
 
 def add_limits(cell: dict[str, Any], costs: Costs, speed: Speed) -> None:
-    """Put the limits of a cell beside its figures, and the share of them that each engine reaches."""
+    """Add a cell's limits, and the share of them that each engine reaches, to its figures."""
     if cell["kind"] == "ragged":
         cell["limit"] = speed.limit(costs.ragged(cell["prompt_lengths"], cell["answer_lengths"], cell["rows"]))
         for engine in cell["engines"].values():

@@ -1,8 +1,8 @@
 """Continuous against static batches, the same engine for both: `python -m benchmarks.continuous_batching`.
 
-Prompts whose answers differ in length go through a few rows: once all together, rows being refilled as they end, and once in
-batches of as many prompts as there are rows, each of which lasts as long as its longest answer. Answers end by `token_limits`, so
-the number of tokens is given and the time does not depend on what the weights say.
+Prompts whose answers differ in length are computed in a few rows. Continuous batching takes them all in one call and refills a row as
+soon as it ends. Static batching takes as many prompts as there are rows, and each batch runs until its longest answer ends. Answers
+end by `token_limits`, so the number of tokens is given and the time does not depend on the weights.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def answer_lengths(count: int, spread: str, seed: int = 0) -> np.ndarray:
 
     Args:
       count: answers, >= 2.
-      spread: "log" (the logarithm is uniform: many short answers and a few long ones, as people's questions give) or "uniform".
+      spread: "log" (the logarithm is uniform: many short answers and a few long ones, as is usual in a chat) or "uniform".
       seed: of the random numbers.
     """
     rng = np.random.default_rng(seed)

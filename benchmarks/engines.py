@@ -31,7 +31,7 @@ class Missing(EngineError):
 
 
 def known() -> list[str]:
-    """Names of the peers that have an adapter here."""
+    """Names of the peers that have an adapter in `benchmarks/peers`."""
     return sorted(path.stem for path in PEERS.glob("*.py") if path.stem != OURS)
 
 
@@ -69,7 +69,7 @@ class Choice:
 
 
 class Engine:
-    """A worker process. It stands still whenever it is not asked, so that it cannot disturb the others' measurement.
+    """A worker process. It is stopped between requests, so that it cannot disturb the measurement of another engine.
 
     Args:
       choice: which engine.
@@ -84,7 +84,7 @@ class Engine:
     def __init__(self, choice: Choice, *, threads: int, timeout: int):
         self.name, self.timeout = choice.name, timeout
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        environment.setdefault("JAX_PLATFORMS", "cpu")  # the peers compute there
+        environment.setdefault("JAX_PLATFORMS", "cpu")  # the peers compute on the CPU
         if choice.name == OURS:  # also in a checkout that is not installed
             root = str(Path(jaxkv.__file__).resolve().parent.parent)
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -118,7 +118,7 @@ class Engine:
         """What the worker answers.
 
         Raises:
-          EngineError: it failed, died or took too long. It can be asked again after a failure only.
+          EngineError: it failed, ended or took too long. It can be asked again only if it failed.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
@@ -133,7 +133,7 @@ class Engine:
         return reply
 
     def close(self) -> None:
-        """Ends the process and whatever it started."""
+        """Ends the process and all processes it started."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -168,18 +168,18 @@ class Engine:
 
 
 def start(choices: Sequence[Choice], *, asked: bool, threads: int, timeout: int) -> tuple[dict[str, Engine], dict[str, str]]:
-    """Worker processes of all engines that are there.
+    """Worker processes of all engines that are installed.
 
     Args:
       choices: which ones.
-      asked: they were named by the user, so each of them has to be there.
+      asked: the user named them, so each of them has to be installed.
       threads, timeout: see `Engine`.
 
     Returns:
-      Name to engine, and name to reason of those that are not there.
+      Name to engine, and name to reason of those that are not installed.
 
     Raises:
-      ValueError: one that was asked for is not there.
+      ValueError: an engine that was asked for is not installed.
     """
     engines: dict[str, Engine] = {}
     skipped: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """What a step's time must not depend on: `python -m benchmarks.growth`.
 
-The number of pages in the pool, the width of the block tables and the number of prompts that wait: each is made many times larger
-and the time of a step compared. It grows with the pool whenever the pages are copied anywhere in the step, so this is the
-measured side of "no copy of pool size".
+The number of pages in the pool, the width of the block tables and the number of waiting prompts are made many times larger, one after
+the other, and the time of a step is compared. If a step copied the pool anywhere, its time would grow with the pool: this program
+measures what `tests/test_compiled.py` checks in the compiled program.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from jaxkv.config import pages_for
 from jaxkv.model.decoder import Decoder
 
 TURN = 16
-"""Steps between two looks at the clock."""
+"""Steps between two readings of the clock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A workload in other surroundings.
+    """A workload, and the sizes of what surrounds it.
 
     Attributes:
       work: prompts, rows and tokens.
@@ -39,10 +39,10 @@ class Variant:
     waiting: int = 0
 
     def turns(self, model: Decoder) -> list[float]:
-        """Seconds per step of each turn of a run, but the first and the last.
+        """Seconds per step of each turn of a run, except the first and the last.
 
-        Turn by turn, and not as the slope between a long run and a short one: a large pool takes a second to create, and its
-        jitter would not cancel.
+        The slope between a long run and a short one would not do: a large pool takes a second to create, and the variation of that
+        second would not cancel.
         """
         work, ends = self.work, []
         every = dataclasses.replace(work, batch_size=work.batch_size + self.waiting)

@@ -1,6 +1,6 @@
-"""What a machine allows at best: bytes that must be read over the memory's speed, multiply-adds over the matmul units' speed.
+"""The limits of a machine: bytes that must be read over the memory's bandwidth, multiply-adds over the speed of matrix products.
 
-Both speeds are measured through XLA, so a library with a better matrix product can stand above 100 %.
+Both speeds are measured through XLA, so an engine with a faster matrix product can reach more than 100 %.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ MATMUL_SIZES = (2048, 3072)
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a piece of inference cannot avoid.
+    """The least that some part of inference has to do.
 
     Attributes:
       nbytes: read from memory.
@@ -36,7 +36,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What the machine does at best.
+    """The highest speeds that were measured on the machine.
 
     Attributes:
       bandwidth: bytes read per second.
@@ -70,7 +70,7 @@ def matmul_peak(dtype: str, sizes: Sequence[int] = MATMUL_SIZES, repeats: int = 
 
 
 def measure_speed(dtype: str, before: Speed | None = None) -> Speed:
-    """The machine's speed now, or what it was before where that was more: a shared machine has bad moments."""
+    """The machine's speed: the greater of the present and the earlier measurement, since other load makes either too low."""
     now = Speed(memory_bandwidth(), matmul_peak(dtype))
     if before is None:
         return now

@@ -1,4 +1,4 @@
-"""What stands between a command and its first token: `python -m benchmarks.start_up`.
+"""The time from a command to its first token: `python -m benchmarks.start_up`.
 
 Every part is timed in processes of its own: import, load, and the first `generate`, once with an empty compilation cache and once
 with the cache that the first one left behind.
@@ -28,8 +28,10 @@ def import_seconds(names: str, repeats: int) -> float:
 
 
 def read_seconds(model: str, dtype: str | None) -> dict[str, float]:
-    """Seconds of `jaxkv.load`, of the same once more, now that transformers' modules are imported, and of reading the model's
-    files (they are in memory then, and so they were before)."""
+    """Seconds of `jaxkv.load`, of a second `jaxkv.load`, which finds transformers' modules imported, and of reading the files.
+
+    The files are in the system's cache from the start, so that no disk is measured.
+    """
     import jax
 
     import jaxkv
@@ -38,7 +40,7 @@ def read_seconds(model: str, dtype: str | None) -> dict[str, float]:
     path = find(model)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     for file in files:
-        file.read_bytes()  # not the disk is measured
+        file.read_bytes()
 
     def load() -> float:
         start = time.perf_counter()

@@ -1,18 +1,19 @@
 """One engine in a process of its own: `python worker.py ADAPTER`, JSON lines in on stdin and out on stdout.
 
-Only the standard library here and the engine's own packages in the adapter: each engine lives in an environment of its own, most
-of them without jaxkv. `benchmarks.engines` is the other end.
+This file imports the standard library only, and an adapter imports the engine's own packages besides: each engine has an environment of
+its own, most of them without jaxkv. `benchmarks.engines` is the other end.
 
     the worker's first line               {"version": ...} or {"missing": ...}
     {"do": "load", ...fields of Job}      {"seconds": ...}
     {"do": "run", "prompts": [[id]], "new_tokens": [n], "rows": r, "room": n}
                                           {"seconds": ..., "tokens": [[id]]}
-    whatever goes wrong                   {"error": ...}
+    any failure                           {"error": ...}
 
 An adapter is a file with a class `Engine`: a class attribute `static`, a string `version`, a constructor that takes a `Job`, and
-`run(prompts, new_tokens, rows, room)`, greedy, past end tokens, which returns the new token ids of each prompt. A static engine
-is given at most `rows` prompts at a time and `new_tokens` that are all alike; what is too much is cut off here. Any other has
-at most `rows` prompts at work and refills them itself. `room` is the most tokens any run of this workload asks for.
+`run(prompts, new_tokens, rows, room)`, which decodes greedily past end tokens and returns the new token ids of each prompt. A static
+engine gets at most `rows` prompts at a time and the same number in all of `new_tokens`; surplus tokens are cut off here. Any other
+engine keeps at most `rows` prompts in progress and refills them itself. `room` is the largest number of new tokens in any run of the
+workload.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ class Job:
       model: a Hugging Face folder.
       dtype: "float32", "bfloat16" or "float16": of weights, activations and cache.
       threads: to compute with.
-      rows: most prompts at work at once.
+      rows: most prompts in progress at the same time.
       length: most tokens of a prompt and its answer.
       cache: folder for converted models; it belongs to these weights alone.
     """
@@ -57,14 +58,14 @@ class Job:
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=target.parent) as work:
-                convert(str(Path(work) / name))  # moved when it is whole: a conversion that was stopped leaves nothing
+                convert(str(Path(work) / name))  # moved when it is complete, so that a stopped conversion leaves nothing
                 (Path(work) / name).rename(target)
         return str(target)
 
 
 def adapter(path: Path) -> Any:
     """The module in a file."""
-    here = Path(__file__).resolve().parent  # which Python searches first: our file names could hide modules of the engine's
+    here = Path(__file__).resolve().parent  # Python searches it first, and our file names could hide the engine's modules
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -112,10 +113,10 @@ def one_line(error: BaseException) -> str:
 
 def main() -> None:
     """Answers until stdin ends."""
-    if sys.platform == "linux":  # a worker out of turn is stopped and would not notice that its parent has died
+    if sys.platform == "linux":  # a stopped worker would not notice that its parent has ended
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print, from C++ too, would break the lines
+    os.dup2(2, 1)  # what engines print, also from C++, must not get between the replies
 
     def say(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply) + "\n")

@@ -22,7 +22,7 @@ class Requests:
     Attributes:
       prompts: token ids.
       answers: new tokens of each.
-      rows: most prompts at work at once.
+      rows: most prompts in progress at the same time.
     """
 
     prompts: list[list[int]]
@@ -30,13 +30,13 @@ class Requests:
     rows: int
 
     def fields(self, new_tokens: int | None = None) -> dict[str, Any]:
-        """What a worker is told; `new_tokens` of every prompt instead of its own number."""
+        """The fields of a worker's message; `new_tokens` replaces every prompt's own number."""
         answers = self.answers if new_tokens is None else [new_tokens] * len(self.answers)
         return {"prompts": self.prompts, "new_tokens": answers, "rows": self.rows, "room": max(self.answers)}
 
 
 def random_ids(rng: np.random.Generator, config: ModelConfig, length: int) -> list[int]:
-    """Token ids that neither begin, end nor pad a text: some engines give those a meaning of their own."""
+    """Random token ids without those that begin, end or pad a text, which some engines treat specially."""
     special = {*config.eos_token_ids, config.bos_token_id, config.pad_token_id}
     allowed = np.setdiff1d(np.arange(config.vocab_size), [x for x in special if x is not None])
     return rng.choice(allowed, length).tolist()
@@ -62,11 +62,11 @@ def same_tokens(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 class Turns:
-    """Runs engines in turns and gathers what they took. One that fails is left out from there on.
+    """Runs engines in turns and collects their times. An engine that fails is left out from then on.
 
     Args:
       engines: by name, ours among them.
-      say: told what goes on.
+      say: called with a line of text for every failure.
     """
 
     def __init__(self, engines: dict[str, Engine], say: Callable[[str], object] = lambda text: print(text, file=sys.stderr)):
@@ -87,7 +87,7 @@ class Turns:
         return done
 
     def repeat(self, repeats: int, do: Callable[[Engine], Any]) -> dict[str, list[Any]]:
-        """Name to its results; every repetition begins with another engine. Only engines that never failed."""
+        """Name to results, for engines that never failed. Every repetition begins with another engine."""
         names, results = list(self.engines), {name: [] for name in self.engines}
         for turn in range(repeats):
             first = turn % len(names)
@@ -99,8 +99,8 @@ class Turns:
 def measure_equal(engines: dict[str, Engine], requests: Requests, repeats: int) -> dict[str, Any]:
     """Prefill and decode of equal prompts.
 
-    Prefill is a run of one new token. A decode step is the slope from there to the long run: the long run's time less that of
-    the run before it, over the tokens between. This charges every engine alike, with whatever it does beside its model.
+    Prefill is a run of one new token. A decode step is the slope from that run to a long one: the difference of their times over the
+    difference of their tokens. So every engine is charged in the same way for what it does besides running its model.
 
     Returns:
       "engines": name to medians and turns, "failed": name to reason.

@@ -2,9 +2,12 @@
 
     python notebooks/run.py [NAME ...]      NAME as in 02_paged_cache; all of them by default
 
-Each is written as plain text (`.py`, jupytext's percent format), which is what one edits; the `.ipynb` beside it is made from it.
+Each is written as plain text (`.py`, jupytext's percent format), which is what one edits; the `.ipynb` beside it is made from it and
+carries a digest of the code that made its results.
 """
 
+import hashlib
+import json
 import sys
 import time
 from pathlib import Path
@@ -26,6 +29,12 @@ def read(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
+def digest(notebook: nbformat.NotebookNode) -> str:
+    """SHA-256 of a notebook's code cells, in their order."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+
+
 def execute(name: str, *, timeout: int = 600) -> nbformat.NotebookNode:
     """A notebook with its results.
 
@@ -37,6 +46,7 @@ def execute(name: str, *, timeout: int = 600) -> nbformat.NotebookNode:
         notebook, timeout=timeout, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
     )
     client.execute()
+    notebook.metadata["results_of"] = digest(notebook)
     return notebook
 
 

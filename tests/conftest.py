@@ -11,9 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # LLVM's, not XLA's: a third of a test's time; see `optimized`
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
-    "false"  # the command line turns it on; a test has no business in the user's folder
-)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # the command line turns it on, and would write to the user's folder
 
 import gc
 import time
@@ -63,6 +61,18 @@ def optimized():
     compile_without(False)
     yield
     compile_without(True)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With `-n 2` all tests of a file run in one process, in the order of collection: its fixtures are made once, and a later test
+    finds the programs that an earlier one has compiled."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -54,6 +54,30 @@ def test_its_command_lines_parse(path: Path) -> None:
                 assert program in ("pip", "pytest", "jupyter"), f"{path.name}: nothing tests {command!r}"
 
 
+def test_what_a_comment_calls_a_measurement_is_a_heading_of_that_page() -> None:
+    """A reference reads: docs/measurements.md, "Weight on the left". It may go on in the next line of a comment."""
+    headings = {
+        path.name: set(re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)) for path in DOCS.glob("measurements*.md")
+    }
+    assert "Weight on the left" in headings["measurements.md"]
+    sources = [
+        path for folder in ("jaxkv", "pallas_kernels", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.[pch]*")
+    ]
+    for path in [ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *(p for p in sources if p.suffix in (".py", ".cc", ".h"))]:
+        text = re.sub(r"\s*\n\s*(?:#|//)?\s*", " ", path.read_text())
+        for page, heading in re.findall(r"docs/(measurements\w*\.md), \"([^\"]+)\"", text):
+            assert heading in headings.get(page, set()), (
+                f"{path.relative_to(ROOT)} names {heading!r}, no heading of docs/{page}"
+            )
+
+
+def test_folders_that_ci_leaves_out_exist() -> None:
+    """Regression: folders that had moved were left out under their old names, and so ran."""
+    left_out = re.findall(r"--ignore (\S+)", (ROOT / ".ci" / "run").read_text())
+    assert left_out
+    assert [name for name in left_out if not (ROOT / name).exists()] == []
+
+
 def test_the_reference_has_every_public_name_once() -> None:
     named = [line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)]
     public = (set(jaxkv.__all__) - {"viz"}) | (set(jaxkv.viz.__all__)) | set(pallas_kernels.__all__)

@@ -40,7 +40,7 @@ SOURCES = {  # what is not our own idea, and where it comes from
     "jaxkv.PagedKVCache": "2309.06180",
     "pallas_kernels.paged_attention": "2309.06180",
 }
-SHAPE = r"\[[\w, *+.-]+\]|scalar|number|one per|one key|one value per"
+SHAPE = r"\[[\w, *+.-]+\]|\b[if](?:8|16|32|64)\[\]|\bscalars?\b|one per|one key|one value per"
 ARRAYS = r"\bArray\b|ndarray"
 
 
@@ -69,18 +69,49 @@ def test_every_parameter_is_explained(name: str) -> None:
         assert entry(arguments, parameter) or re.search(rf"\b{parameter}\b", arguments), f"{parameter} is not under Args"
 
 
+def says_its_shape(name: str, parameter: inspect.Parameter) -> bool:
+    """Whether the shape stands in the annotation, which the tests check at run time, or in words under Args."""
+    typed = re.search(r"(?:Int|Float|Bool|Key|Shaped)\[", str(parameter.annotation))
+    return bool(typed or re.search(SHAPE, entry(doc(PUBLIC[name]).partition("Args:")[2], parameter.name)))
+
+
+def followed(name: str, said: str) -> str:
+    """The public function that an entry "x: as for `jaxkv.f`" points at; "" where there is none."""
+    found = re.search(r"\bas for `([\w.]+)`", said)
+    return next((f for f in (found[1], f"{name.rpartition('.')[0]}.{found[1]}") if f in FUNCTIONS), "") if found else ""
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_array_has_a_shape(name: str) -> None:
-    """In its annotation, which the tests check at run time, or in words; or the docstring points at the function it follows."""
-    text = doc(FUNCTIONS[name])
+    """Its own entry says it, or says which public function's parameter of the same name it is like, and that one says it."""
     for parameter in inspect.signature(FUNCTIONS[name]).parameters.values():
         annotation = str(parameter.annotation)
         may_be_number = re.match(r"(?:float|int|typing.Union\[float)", annotation)
-        if not re.search(ARRAYS, annotation) or may_be_number or re.search(r"(?:Int|Float|Bool|Key|Shaped)\[", annotation):
+        if not re.search(ARRAYS, annotation) or may_be_number or says_its_shape(name, parameter):
             continue
-        said = entry(text.partition("Args:")[2], parameter.name)
-        follows = re.search("as for|as given|The same", said + text)
-        assert re.search(SHAPE, said) or follows, f"{parameter.name}: {annotation} has no shape in {said!r}"
+        said = entry(doc(FUNCTIONS[name]).partition("Args:")[2], parameter.name)
+        other = followed(name, said)
+        assert other, f"{parameter.name}: {annotation} has no shape and follows no public function in {said!r}"
+        theirs = inspect.signature(FUNCTIONS[other]).parameters.get(parameter.name)
+        assert theirs is not None, f"{parameter.name} follows {other}, which has no such parameter"
+        assert says_its_shape(other, theirs), f"{parameter.name} follows {other}, which does not say its shape itself"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_parameter_follows_is_explained_there(name: str) -> None:
+    """An entry that only points at another function names a public one, whose own entry explains the parameter and points no further."""
+    for parameter in inspect.signature(FUNCTIONS[name]).parameters.values():
+        said = entry(doc(FUNCTIONS[name]).partition("Args:")[2], parameter.name)
+        if (
+            not re.search(r": (?:as (?:for|given|in|to)\b|[Tt]he same)", said)
+            or parameter.kind is inspect.Parameter.VAR_KEYWORD
+        ):
+            continue
+        other = followed(name, said)
+        assert other, f"{parameter.name} follows no public function in {said!r}"
+        theirs = entry(doc(FUNCTIONS[other]).partition("Args:")[2], parameter.name)
+        assert theirs, f"{parameter.name} follows {other}, which does not explain it"
+        assert not followed(other, theirs), f"{parameter.name} follows {other}, which follows another in {theirs!r}"
 
 
 @pytest.mark.parametrize("name", CLASSES)

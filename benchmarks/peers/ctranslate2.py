@@ -21,7 +21,7 @@ def _convert(model: str, folder: str) -> None:
 
 
 class Engine:
-    """Prompts are not padded: of a ragged batch only the shortest prompt's tokens are computed at once, the rest step by step."""
+    """Prompts are not padded: of a ragged batch only the shortest prompt's tokens are computed together, the rest step by step."""
 
     static = True
     version = f"ctranslate2 {ctranslate2.__version__}"

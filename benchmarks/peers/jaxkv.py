@@ -10,7 +10,7 @@ import jaxkv
 
 
 class Engine:
-    """`generate` keeps `rows` rows at work. Every run of a workload is the same compiled program: `token_limits` is traced."""
+    """`generate` with `rows` rows. Every run of a workload uses one compiled program, because `token_limits` is traced."""
 
     static = False
     version = f"jaxkv {jaxkv.__version__}, jax {version('jax')}"

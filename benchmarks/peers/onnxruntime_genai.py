@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI, in static batches padded on the right: on the left its attention for CPUs takes padding for text.
+"""ONNX Runtime GenAI, in static batches padded on the right: with padding on the left, its CPU attention attends to the padding.
 
 pip install onnxruntime-genai onnx onnx-ir transformers torch
 """
@@ -24,7 +24,7 @@ def _convert(job: Any, folder: str) -> None:
 
 
 class Engine:
-    """Padding is an end token, which no prompt has; what ends a text is the vocabulary's last token: there has to be one."""
+    """Padding is an end token, which no prompt contains. The text's end is set to the vocabulary's last token, since one is required."""
 
     static = True
     version = f"onnxruntime-genai {version('onnxruntime-genai')}"

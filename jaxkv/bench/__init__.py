@@ -1,5 +1,5 @@
-"""What a user measures on a machine of their own: `jaxkv bench decode`.
+"""What users measure on a machine of their own: `jaxkv bench decode`.
 
-Times are medians, and stand beside what the memory's bandwidth allows. Comparisons with other engines are in `benchmarks/`, which is
-in a checkout only.
+Times are medians, shown beside the limit that the memory's bandwidth sets. `measure.py` holds timing, memory and bandwidth, `decode.py`
+the command. Comparisons with other engines are programs in `benchmarks/`, which is part of a checkout but not of the installed package.
 """

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     for work in works:
         print(f"batch {work.batch_size}, context {work.context_length} ...", file=sys.stderr)
         cells.append(measure_cell(model, work, args.repeats))
-        bandwidth = max(bandwidth, memory_bandwidth())  # on a shared machine one look may fall into a bad moment
+        bandwidth = max(bandwidth, memory_bandwidth())  # on a shared machine a single measurement may be too low
     cells = [with_limit(cell, bandwidth) for cell in cells]
     report = {
         **machine(),

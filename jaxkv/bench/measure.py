@@ -1,7 +1,8 @@
 """What the benchmarks share: prompts, timing, memory and the machine's memory bandwidth.
 
-Decode is measured as a slope: the time of a long run minus the time of a short one, over the steps between them. Prefill, the
-creation of the pool and the call itself are in both and cancel. Both runs are one compiled program (`token_limits` is traced).
+A decode step is measured as a slope: the time of a long run minus the time of a short one, divided by the steps between them. Prefill,
+the creation of the pool and the call itself are part of both runs and cancel. Both runs use one compiled program, because
+`token_limits` is traced.
 """
 
 import dataclasses
@@ -137,8 +138,8 @@ def step_bytes(model: Decoder, work: Workload) -> int:
 def memory_bandwidth(nbytes: int = STREAM_BYTES, repeats: int = 7) -> float:
     """Bytes per second of reading a large array, the best of two ways and of `repeats` runs.
 
-    Summing rows and a product with a vector are both one pass over the array on all threads; which one a compiler does better
-    differs by platform.
+    Summing the rows and multiplying by a vector both read the array once, on all threads. Which of the two a compiler implements
+    better differs by platform.
     """
     columns = 4096
     x = jax.random.normal(jax.random.key(0), (nbytes // columns // 4, columns), jnp.float32)
@@ -149,7 +150,7 @@ def memory_bandwidth(nbytes: int = STREAM_BYTES, repeats: int = 7) -> float:
 
 
 def reset_peak_memory() -> None:
-    """Starts `peak_memory` anew, where the system can."""
+    """Forget the peak that `peak_memory` returns, where the operating system supports it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -54,7 +54,7 @@ def sequences(
     """Join prompts and what `generate` made of them; works inside jit.
 
     Args:
-      prompts, prompt_lengths: as given to `generate`.
+      prompts, prompt_lengths: as for `jaxkv.generate`.
       out: its result.
 
     Raises:

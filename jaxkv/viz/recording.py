@@ -83,7 +83,8 @@ def record(
     """`generate` with its block tables recorded after every step; it runs step by step from the host, with the same tokens.
 
     Args:
-      model, prompts, prompt_lengths, **options: as for `jaxkv.stream`.
+      model, prompts, prompt_lengths: as for `jaxkv.generate`.
+      **options: those of `jaxkv.stream`.
 
     Raises:
       ValueError: as for `jaxkv.generate`.

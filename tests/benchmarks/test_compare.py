@@ -15,7 +15,6 @@ from benchmarks import compare
 from benchmarks.compare_report import plot
 from benchmarks.engines import OURS, PEERS, Choice, Engine, EngineError, Missing, known, start
 from benchmarks.limits import Speed
-from benchmarks.workloads import equal, measure_equal, measure_ragged, ragged, same_tokens
 
 ADAPTER = """
 import os, sys, time
@@ -36,11 +35,6 @@ class Engine:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> jaxkv.ModelConfig:
-    return jaxkv.load(folder)[0].config
 
 
 def fake(path: Path, body: str = "pass", *, static: bool = False) -> Path:
@@ -83,12 +77,13 @@ def test_a_static_engine_gets_full_batches_as_long_as_their_longest_answer(launc
 def test_an_engine_out_of_turn_stands_still(launch, tmp_path: Path) -> None:
     beats = tmp_path / "beats"
     beat = f"[open({str(beats)!r}, 'a').write('x') and time.sleep(.01) for _ in range(10_000)]"
-    body = f"import threading; threading.Thread(target=lambda: {beat}, daemon=True).start(); time.sleep(.1)"
+    begun = f"[time.sleep(.01) for _ in iter(lambda: os.path.exists({str(beats)!r}), True)]"
+    body = f"import threading; threading.Thread(target=lambda: {beat}, daemon=True).start(); {begun}"
     launch(body=body).ask("run", prompts=[[1]], new_tokens=[1], rows=1, room=1)
+    time.sleep(0.1)  # the signal that stops it is on its way
     before = beats.stat().st_size
     time.sleep(0.2)
-    assert before > 0
-    assert beats.stat().st_size == before
+    assert beats.stat().st_size == before > 0
 
 
 def test_a_conversion_is_done_once_and_is_whole(launch, tmp_path: Path) -> None:
@@ -132,36 +127,6 @@ def test_one_that_is_not_installed_is_skipped_unless_it_was_asked_for(tmp_path: 
     assert (engines, list(skipped)) == ({}, ["absent"])
     with pytest.raises(ValueError, match=r"absent does not run in .*: ModuleNotFoundError"):
         start([choice], asked=True, threads=1, timeout=30)
-
-
-def test_a_slope_and_a_ratio_by_hand(launch, config: jaxkv.ModelConfig) -> None:
-    """Ours takes 20 ms and 10 ms a token, the other twice as long; the third fails and is named."""
-    sleep = "time.sleep({} * (0.02 + 0.01 * max(new_tokens)))"
-    engines = {OURS: launch(OURS, sleep.format(1)), "slow": launch("slow", sleep.format(2)), "bad": launch("bad", "1 / 0")}
-    found = measure_equal(engines, equal(config, 2, 5, 11), repeats=3)
-    assert found["failed"] == {"bad": "ZeroDivisionError: division by zero"}
-    ours, slow = found["engines"][OURS], found["engines"]["slow"]
-    assert ours["step_seconds"] == pytest.approx(0.01, rel=0.3)
-    assert ours["prefill_seconds"] == pytest.approx(0.03, rel=0.3)
-    assert ours["decode_tokens_per_second"] == 2 / ours["step_seconds"]
-    assert ours["prefill_tokens_per_second"] == 10 / ours["prefill_seconds"]
-    assert ours["times_ours"]["step_seconds"] == 1.0
-    assert slow["times_ours"]["step_seconds"] == pytest.approx(2, rel=0.3)
-    assert slow["same_tokens"] == 1.0
-    assert len(slow["turns"]) == 3
-
-
-def test_ragged_requests_are_those_of_the_seed(launch, config: jaxkv.ModelConfig) -> None:
-    requests = ragged(config, 64, 16)
-    assert sum(map(len, requests.prompts)) == 17_210
-    assert sum(requests.answers) == 8_885
-    assert not {*config.eos_token_ids} & {token for prompt in requests.prompts for token in prompt}
-    found = measure_ragged({OURS: launch(OURS)}, requests, repeats=1)["engines"][OURS]
-    assert found["tokens_per_second"] == pytest.approx(8_885 / found["total_seconds"])
-
-
-def test_the_share_of_equal_tokens_counts_every_token_alike() -> None:
-    assert same_tokens([[1, 2, 3], [4]], [[1, 2, 9], [4]]) == 0.75
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ class Comparison:
             self.model,
             self.prompts[part],
             max_new_tokens=self.max_new,
+            eos_token_id=(),
             token_limits=self.limits[part],
             max_seqs=self.rows,
             page_size=self.page_size,

@@ -50,6 +50,7 @@ class Variant:
             model,
             jnp.asarray(every.prompts(model.config.vocab_size)),
             max_new_tokens=self.room,
+            eos_token_id=(),
             token_limits=jnp.full(every.batch_size, work.new_tokens, jnp.int32),
             page_size=work.page_size,
             num_pages=work.num_pages,

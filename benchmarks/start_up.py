@@ -69,7 +69,7 @@ def first_generate(model: str, dtype: str | None, cache: str) -> dict[str, float
 
     def run() -> float:
         start = time.perf_counter()
-        jax.block_until_ready(jaxkv.generate(loaded, jnp.ones((1, 16), jnp.int32), max_new_tokens=16))
+        jax.block_until_ready(jaxkv.generate(loaded, jnp.ones((1, 16), jnp.int32), max_new_tokens=16, eos_token_id=()))
         return time.perf_counter() - start
 
     first = run()

@@ -4,6 +4,7 @@ Weights are larger than an untrained model's, and norms and biases random too: g
 left out shows.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -87,6 +88,13 @@ def decoder(architecture: str = "gqa", *, scale: float = 8.0, seed: int = 0, **c
         return x + noise if x.ndim == 1 else x * jnp.asarray(scale, x.dtype)
 
     return jax.tree.unflatten(tree, [grown(x, key) for x, key in zip(leaves, keys, strict=True)])
+
+
+def with_ends(model: jaxkv.Decoder, ends: tuple[int, ...]) -> jaxkv.Decoder:
+    """The same weights, whose configuration names end tokens."""
+    graph, state = nnx.split(jaxkv.Decoder(dataclasses.replace(model.config, eos_token_ids=ends), rngs=None))
+    leaves = jax.tree.leaves(model)
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
 def random_tokens(seed: int, *shape: int) -> jax.Array:

@@ -25,6 +25,7 @@ class Engine:
             self.model,
             prompts,
             max_new_tokens=room,
+            eos_token_id=(),
             token_limits=np.asarray(new_tokens, np.int32),
             max_seqs=min(rows, len(prompts)),
         )

@@ -102,6 +102,7 @@ class Runner:
             self._prompts,
             self._lengths,
             max_new_tokens=self.work.new_tokens,
+            eos_token_id=(),
             token_limits=limits,
             page_size=self.work.page_size,
             num_pages=self.work.num_pages,

@@ -3,6 +3,7 @@
 `test_continuous_batching.py` has many prompts through few rows and small pools.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import decoders
@@ -27,6 +28,15 @@ def real(out: jaxkv.GenerateOutput) -> list[list[list[int]]]:
     assert not np.asarray(out.logprobs)[padding].any()
     assert not np.asarray(out.sampled_logprobs)[padding].any()
     return [[row[:n].tolist() for row, n in zip(rows, ns, strict=True)] for rows, ns in zip(tokens, lengths, strict=True)]
+
+
+def result_of(stream: Iterator[jaxkv.Token]) -> jaxkv.GenerateOutput:
+    """What a stream returns when its tokens have been taken."""
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            return end.value
 
 
 class TestGreedy:
@@ -70,6 +80,21 @@ class TestGreedy:
         same = jaxkv.generate(model, [PROMPTS[2]] * 4, max_new_tokens=NEW, eos_token_id=[plain[2][2]] * 2)
         assert same.lengths.tolist() == [[plain[2].index(plain[2][2]) + 1]] * 4
         assert int(same.stats.steps) < NEW, "nothing is left to do, and yet there were steps"
+
+    def test_none_is_the_models_own_end_and_the_empty_tuple_never(self):
+        """Old fault: `generate` never ended unless told."""
+        plain = [rows[0] for rows in real(jaxkv.generate(decoders.decoder(), PROMPTS, max_new_tokens=NEW))]
+        ends = (plain[0][3], plain[1][6])
+        model = decoders.with_ends(decoders.decoder(), ends)
+        want = [[t[: min((t.index(e) + 1 for e in ends if e in t), default=NEW)]] for t in plain]
+        assert want != [[t] for t in plain]
+        assert real(jaxkv.generate(model, PROMPTS, max_new_tokens=NEW)) == want
+        assert real(jaxkv.generate(model, PROMPTS, max_new_tokens=NEW, eos_token_id=())) == [[t] for t in plain]
+        assert real(result_of(jaxkv.stream(model, PROMPTS, max_new_tokens=NEW))) == want
+        naive, made = jaxkv.generate_naive(model, PROMPTS, max_new_tokens=NEW)
+        assert [[row[:n]] for row, n in zip(naive.tolist(), made.tolist(), strict=True)] == want
+        beam = jaxkv.beam_search(model, PROMPTS, num_beams=1, max_new_tokens=NEW)
+        assert beam.lengths[:, 0].tolist() == [len(tokens) for (tokens,) in want]
 
     def test_token_limits_per_prompt(self):
         model, limits = decoders.decoder(), [1, 10, 4, 7]

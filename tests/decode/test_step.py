@@ -88,6 +88,22 @@ class TestAgainstTheModelWithoutACache:
         for g, w in zip(got, expected(model, rows), strict=True):
             np.testing.assert_allclose(g, w, atol=0.1)
 
+    @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+    def test_quantized_cache(self, dtype: str):
+        """Keys and values as narrow numbers with a scale each: near the model's logits, nearer the more bits they keep; and a page
+        that is copied on write takes its scales along."""
+        model, rows = decoders.decoder(), decoders.random_prompts(3, [10, 9, 5, 1, 0])
+        cache = new_cache(model, dtype=dtype)
+        assert cache.pages[0].k.dtype == dtype and cache.pages[0].k_scales.shape == cache.pages[0].k.shape[:3]
+        got, cache = feed(model, cache, rows, [9, 1])
+        wide = {"int8": 0.1, "float8_e4m3fn": 0.5, "float8_e5m2": 1.0}[dtype]
+        for g, w in zip(got, expected(model, rows), strict=True):
+            np.testing.assert_allclose(g, w, atol=wide)
+        tails = decoders.random_prompts(5, [3] * SEQS)
+        forked, _ = feed(model, cache.fork(0, 4), [tails[0], [], [], [], tails[4]], [3])
+        for i in (0, 4):
+            np.testing.assert_allclose(forked[i], expected(model, [rows[0] + tails[i]])[0][10:], atol=wide)
+
     def test_forks_go_their_own_ways(self):
         model = decoders.decoder()
         prompt, tails = decoders.random_prompts(4, [10])[0], decoders.random_prompts(5, [7] * SEQS)
@@ -186,6 +202,41 @@ class TestStep:
         logits, cache = jax.jit(jaxkv.step)(model, cache.allocate(inputs.num_tokens()), inputs)
         assert cache.lengths.tolist() == [9, 5, 6, 2, 3]
         np.testing.assert_allclose(logits, [w[-1] for w in expected(model, rows)], **TOLERANCE)
+
+    @pytest.mark.parametrize("seqs", [1, 2])
+    def test_a_decode_row_beside_an_empty_piece_takes_its_token(self, seqs: int):
+        """Old fault: with one row and pieces the decode row was left out by its shape: its length grew and no token was written."""
+        model, rows = decoders.decoder(), decoders.random_prompts(16, [9, 6][:seqs])
+        cache = PagedKVCache.create(model.config, num_pages=20, page_size=4, max_seqs=seqs, max_seq_len=32)
+        _, cache = feed(model, cache, [row[:-1] for row in rows], [CHUNK])
+        last = jnp.asarray([row[-1] for row in rows], jnp.int32)
+        none = jnp.zeros(2, jnp.int32)
+        inputs = jaxkv.StepInputs(last, jnp.ones(seqs, jnp.int32), jnp.full((2, 5), 7, jnp.int32), none, none)
+        logits, cache = jax.jit(jaxkv.step)(model, cache.allocate(inputs.num_tokens()), inputs)
+        assert cache.lengths.tolist() == [len(row) for row in rows]
+        np.testing.assert_allclose(logits, [w[-1] for w in expected(model, rows)], **TOLERANCE)
+
+    def test_without_decode_rows_only_the_chunk_counts(self):
+        model, rows = decoders.decoder(), decoders.random_prompts(17, [9])
+        cache = PagedKVCache.create(model.config, num_pages=20, page_size=4, max_seqs=1, max_seq_len=32)
+        row, count = jnp.zeros(1, jnp.int32), jnp.asarray([9], jnp.int32)
+        inputs = jaxkv.StepInputs(jnp.zeros(0, jnp.int32), jnp.ones(1, jnp.int32), jnp.asarray(rows, jnp.int32), row, count)
+        logits, cache = jax.jit(jaxkv.step)(model, cache.allocate(inputs.num_tokens()), inputs)
+        assert cache.lengths.tolist() == [9]
+        np.testing.assert_allclose(logits, [expected(model, rows)[0][-1]], **TOLERANCE)
+
+    def test_several_decode_tokens_a_row(self):
+        """What speculation checks: a row's next token and guesses behind it."""
+        model, rows = decoders.decoder(), decoders.random_prompts(18, [9, 5, 6, 8, 3])
+        taken = [3, 1, 0, 2, 3]
+        _, cache = feed(model, new_cache(model), [row[: len(row) - n] for row, n in zip(rows, taken, strict=True)], [CHUNK])
+        tokens = jnp.asarray([(row[len(row) - n :] + [7] * 3)[:3] for row, n in zip(rows, taken, strict=True)], jnp.int32)
+        none = jnp.zeros(0, jnp.int32)
+        inputs = jaxkv.StepInputs(tokens, jnp.asarray(taken, jnp.int32), none[:, None], none, none)
+        logits, cache = jax.jit(jaxkv.step)(model, cache.allocate(inputs.num_tokens()), inputs)
+        assert cache.lengths.tolist() == [len(row) for row in rows]
+        for i, (n, want) in enumerate(zip(taken, expected(model, rows), strict=True)):
+            np.testing.assert_allclose(logits[3 * i : 3 * i + n], want[len(want) - n :], **TOLERANCE)
 
 
 class TestErrors:

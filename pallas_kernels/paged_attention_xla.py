@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.key_blocks import (
-    Line,
+    BlockSchedule,
     Problem,
     Queries,
     gather_block,
@@ -153,33 +153,33 @@ def _attend_rows(
     block = LONG_BLOCK_TOKENS if not options.deterministic and m >= MANY_QUERY_HEADS else BLOCK_TOKENS
     turn = blocks_per_turn(count, kv_heads * head_dim * max(block * problem.k_pages.dtype.itemsize, m * 4))
     q = group_queries(problem.q, kv_heads).reshape(count, kv_heads, m, head_dim)
-    line = Line.of(problem, queries, owner, block, turn)
+    schedule = BlockSchedule.of(problem, queries, owner, block, turn)
     place = lax.iota(jnp.int32, turn)
 
     def take_turn(state):
         """The blocks from place `at` on."""
         at, carry = state
-        part = line.part(at, turn)
+        part = schedule.part(at, turn)
         parts = _attend_blocks(problem, options, take_rows(q, part.row).reshape(turn * kv_heads, m, head_dim), part, block)
         parts = tuple(x.reshape(turn, kv_heads, *x.shape[1:]) for x in parts)
 
         def merge(state):
             """One level's blocks, which belong to rows next to each other; the carry has room for the others beside them."""
             level, carry = state
-            use = (at + place >= line.before[level]) & (at + place < line.before[level + 1])
-            window = turn + at - line.before[level]
+            use = (at + place >= schedule.before[level]) & (at + place < schedule.before[level + 1])
+            window = turn + at - schedule.before[level]
             old = tuple(lax.dynamic_slice_in_dim(x, window, turn) for x in carry)
             new = (jnp.where(jnp.expand_dims(use, range(1, x.ndim)), y, x) for x, y in zip(old, _merged(old, parts)))
             return level + 1, tuple(lax.dynamic_update_slice_in_dim(x, y, window, 0) for x, y in zip(carry, new))
 
-        last = jnp.minimum(at + turn, line.before[-1])
-        _, carry = lax.while_loop(lambda state: line.before[state[0]] < last, merge, (part.level[0], carry))
+        last = jnp.minimum(at + turn, schedule.before[-1])
+        _, carry = lax.while_loop(lambda state: schedule.before[state[0]] < last, merge, (part.level[0], carry))
         return at + turn, carry
 
     shape = (count + 2 * turn, kv_heads, m)
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
-    _, (top, total, acc) = lax.while_loop(lambda state: state[0] < line.before[-1], take_turn, (jnp.int32(0), start))
-    back = turn + jnp.argsort(line.order).astype(jnp.int32)
+    _, (top, total, acc) = lax.while_loop(lambda state: state[0] < schedule.before[-1], take_turn, (jnp.int32(0), start))
+    back = turn + jnp.argsort(schedule.order).astype(jnp.int32)
     acc = take_rows(acc, back).reshape(count, kv_heads, m, head_dim)
     results = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, width) for x in (top[back], total[back], acc))
     return _finish(problem, queries.alive(width), *results)

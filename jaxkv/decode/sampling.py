@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxkv.ops.products import in_row_tiles
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 @jax.tree_util.register_dataclass

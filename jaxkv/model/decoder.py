@@ -16,7 +16,7 @@ from jaxkv.cache.pages import Pages
 from jaxkv.config import ModelConfig
 from jaxkv.model.attend import AttentionSpec, Dense
 from jaxkv.model.layers import MLP, Norm, new_param, optional, rotary_tables, rotate, value
-from jaxkv.ops.products import linear
+from jaxkv.ops.linear import linear
 
 Attend = Callable[[AttentionSpec, Array, Array, Array, Any], tuple[Array, Any]]
 """`Dense` or `Paged`, or another pytree that can be called so."""

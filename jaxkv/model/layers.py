@@ -17,7 +17,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.config import Activation, ModelConfig, Rope
-from jaxkv.ops.products import apart, in_row_tiles, linear
+from jaxkv.ops.linear import linear
+from pallas_kernels.row_tiles import in_row_tiles
+from pallas_kernels.row_tiles import unfused as apart
 
 
 def value(param: Any) -> Array:

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import MOSAIC_BLOCK_TOKENS, generation_of
+from pallas_kernels.gpu import gpu_generation, named_capability
 from pallas_kernels.options import IMPLEMENTATIONS, INT32_MAX
 
 GPU_KERNELS = ("triton", "mosaic")
-OLDEST_GENERATION = "sm_80"
-"""Taken where a program is lowered for a GPU that nobody named, such as for export: what runs there runs on later ones."""
 INTERPRETED_GENERATION = "sm_90"
 """The interpreter of Mosaic knows copies with a barrier only, as from sm_90 on."""
 
@@ -69,12 +68,6 @@ def refuse(name: str, reason: str | None) -> None:
         raise NotImplementedError(f"implementation {name!r} cannot run: {reason}")
 
 
-def named_capability() -> str | None:
-    """The compute capability of the GPU that the mesh in use names, or None."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return getattr(device, "compute_capability", None)
-
-
 def check_name(
     implementation: str | None, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike, *, writing: bool = False
 ) -> None:
@@ -98,20 +91,6 @@ def check_name(
     refuse(implementation, refusal(implementation, shape, page_dtype, generation, writing))
 
 
-def gpu_generation(capability: str | None) -> str:
-    """The generation that is lowered for: of the capability named, else of this process's GPU, else the oldest.
-
-    Raises:
-      NotImplementedError: the GPU is older than the kernels' oldest.
-    """
-    if capability is None:
-        try:
-            capability = getattr(jax.devices("cuda")[0], "compute_capability", None)
-        except RuntimeError:  # no such platform in this process
-            return OLDEST_GENERATION
-    return OLDEST_GENERATION if capability is None else generation_of(capability)
-
-
 def choose(
     implementation: str | None,
     platform: str,
@@ -121,12 +100,12 @@ def choose(
     *,
     writing: bool = False,
 ) -> tuple[str, str]:
-    """(name, GPU generation) of what runs on the platform that is lowered for.
+    """(name, generation for which a kernel is configured) of what runs on the platform that is lowered for.
 
     Args:
       implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "xla" elsewhere.
       platform: as in `dispatch.make_operation`.
-      capability: of `named_capability` at the call.
+      capability: of `gpu.named_capability` at the call.
       shape, page_dtype: of the pages.
       writing: asked for by `write_pages`.
 
@@ -137,14 +116,14 @@ def choose(
         return implementation, INTERPRETED_GENERATION
     if platform != "cuda":
         if implementation is None:
-            return "xla", OLDEST_GENERATION
+            return "xla", INTERPRETED_GENERATION
         where = f"it needs an NVIDIA GPU and the program is lowered for {platform!r}"
         refuse(implementation, f"{where}; '{implementation}_interpret' runs anywhere")
     try:
         generation = gpu_generation(capability)
     except NotImplementedError as error:
         if implementation is None:
-            return "xla", OLDEST_GENERATION
+            return "xla", INTERPRETED_GENERATION
         raise NotImplementedError(f"implementation {implementation!r} cannot run: {error}") from error
     reason = refusal(implementation or "triton", shape, page_dtype, generation, writing)
     if implementation is None:

@@ -17,6 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.gpu import lowering_context
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 """Platforms with a lowering rule of their own; all others share one and are called "other"."""
 
@@ -30,12 +32,27 @@ def _result_types(arguments: Sequence[jax.core.ShapedArray], results: Sequence[j
     if not meshes:
         return [jax.core.ShapedArray(r.shape, r.dtype) for r in results]
     one, *others = (a.manual_axis_type for a in arguments)
-    axes = one if all(other == one for other in others) else type(one)(one.varying.union(*(o.varying for o in others)))
+    axes = one if all(other == one for other in others) else type(one)(varying=one.varying.union(*(o.varying for o in others)))
     specs = [getattr(r.sharding, "spec", None) or PartitionSpec(*[None] * len(r.shape)) for r in results]
     return [
         jax.core.ShapedArray(r.shape, r.dtype, sharding=NamedSharding(meshes[0], spec), manual_axis_type=axes)
         for r, spec in zip(results, specs)
     ]
+
+
+def _rule(run: Callable, platform: str) -> Callable:
+    """The lowering rule of one platform.
+
+    Inside it no array varies over manual mesh axes: the operation's result says what does, and `run` need not mark its constants.
+    """
+    lower = mlir.lower_fun(functools.partial(run, platform))
+
+    def rule(context, *arrays, **static):
+        local = [a.update(manual_axis_type=type(a.manual_axis_type)()) for a in context.avals_in]
+        with lowering_context(platform):
+            return lower(context.replace(avals_in=local), *arrays, **static)
+
+    return rule
 
 
 def make_operation(name: str, *, run: Callable, results: Callable, batch: Callable) -> Callable[..., list[jax.Array]]:
@@ -72,8 +89,8 @@ def make_operation(name: str, *, run: Callable, results: Callable, batch: Callab
     primitive.def_abstract_eval(lambda *arrays, **static: _result_types(arrays, results(*types(arrays), **static)))
     batching.primitive_batchers[primitive] = batching_rule
     for platform in PLATFORMS:
-        mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(run, platform)), platform=platform)
-    mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(run, "other")))
+        mlir.register_lowering(primitive, _rule(run, platform), platform=platform)
+    mlir.register_lowering(primitive, _rule(run, "other"))
     return primitive.bind
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import options as opts
-from pallas_kernels.choice import check_name, named_capability
+from pallas_kernels.choice import check_name
+from pallas_kernels.gpu import named_capability
 from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_grad import paged_attention_gradient

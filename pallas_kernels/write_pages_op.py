@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import options as opts
-from pallas_kernels.choice import check_name, choose, named_capability
+from pallas_kernels.choice import check_name, choose
 from pallas_kernels.dispatch import broadcast, make_operation
+from pallas_kernels.gpu import named_capability
 from pallas_kernels.write_pages_xla import write_pages_xla
 
 

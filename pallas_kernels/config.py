@@ -82,7 +82,7 @@ def kernel_config(
     """
     if jnp.dtype(page_dtype).itemsize == 4:
         return KernelConfig(generation, block_tokens=32, split_tokens=1024, tile_rows=16, num_warps=8, num_stages=1)
-    # Converting one-byte pages takes registers: with 64 rows on sm_80, more than the 128 that two blocks leave each other.
+    # Converting one-byte pages takes more registers than two blocks leave each other (docs/measurements.md, "Registers of one-byte pages").
     converting = generation == "sm_80" and jnp.dtype(page_dtype).itemsize == 1 and head_dim > 64
     largest = 16 if deterministic else 32 if head_dim > 128 or converting else 64
     tile = min(largest, max(16, 1 << (rows - 1).bit_length()))

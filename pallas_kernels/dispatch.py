@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,19 +24,19 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 """Platforms with a lowering rule of their own; all others share one and are called "other"."""
 
 
-def _result_types(arguments: Sequence[jax.core.ShapedArray], results: Sequence[jax.ShapeDtypeStruct]) -> list:
+def _result_types(arguments: Sequence[ShapedArray], results: Sequence[jax.ShapeDtypeStruct]) -> list:
     """The results as abstract values on the arguments' mesh, varying over every manual mesh axis that an argument varies over.
 
     A result whose `sharding` is set keeps its PartitionSpec; the others are not divided over explicit mesh axes.
     """
     meshes = [a.sharding.mesh for a in arguments if not a.sharding.mesh.empty]
     if not meshes:
-        return [jax.core.ShapedArray(r.shape, r.dtype) for r in results]
+        return [ShapedArray(r.shape, r.dtype) for r in results]
     one, *others = (a.manual_axis_type for a in arguments)
     axes = one if all(other == one for other in others) else type(one)(varying=one.varying.union(*(o.varying for o in others)))
     specs = [getattr(r.sharding, "spec", None) or PartitionSpec(*[None] * len(r.shape)) for r in results]
     return [
-        jax.core.ShapedArray(r.shape, r.dtype, sharding=NamedSharding(meshes[0], spec), manual_axis_type=axes)
+        ShapedArray(r.shape, r.dtype, sharding=NamedSharding(meshes[0], spec), manual_axis_type=axes)
         for r, spec in zip(results, specs)
     ]
 

@@ -55,6 +55,6 @@ def gpu_generation(capability: str | None) -> str:
 
 
 def lowering_context(platform: str) -> contextlib.AbstractContextManager:
-    """What Pallas is lowered in: from jax 0.11 on it wants to be told a GPU, the oldest where none is known."""
+    """What a platform's rule is lowered in: from jax 0.11 on Pallas lowers for a GPU that is known only, so where none is, the oldest."""
     known = platform != "cuda" or jax.__version_info__ < (0, 11) or named_capability() or _own_capability()
     return contextlib.nullcontext() if known else jax.sharding.use_abstract_mesh(gpu_mesh(OLDEST_KIND, OLDEST_CAPABILITY))

@@ -155,7 +155,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     """x[rows] as [len(rows), the rest of a row], as a plain memory copy on CPU too.
 
     The gather stands in a branch that is always taken. Outside of one, XLA on CPU fuses it with the reshape behind it and the
-    arithmetic of `rows` before it, and then copies number by number, at half the speed.
+    arithmetic of `rows` before it, and then copies number by number (docs/measurements.md, "Gathering pages").
 
     Narrow floats travel as integers: XLA on CPU turns a gather of bfloat16 into one of float32, and so converts the whole
     array at every call. The barrier keeps that change of type inside a loop around it, where it costs nothing; hoisted out of the

@@ -5,7 +5,8 @@ Pallas and its backends are imported by the implementations that need them, when
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,11 @@ from pallas_kernels.options import INT32_MAX, AttentionOptions
 from pallas_kernels.paged_attention_xla import paged_attention_xla
 
 
-def _problem(arrays, given: tuple[bool, ...]) -> Problem:
+def _problem(arrays: Iterable[Any], given: tuple[bool, ...]) -> Problem:
     """The call whose fields are the arrays, None where `given` is false."""
     rest = iter(arrays)
-    return Problem(*(next(rest) if there else None for there in given))
+    fields: list[Any] = [next(rest) if there else None for there in given]
+    return Problem(*fields)
 
 
 def _run(

@@ -10,6 +10,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.dispatch import make_operation, one_by_one
 from pallas_kernels.options import FLOAT_DTYPES
@@ -30,7 +31,7 @@ TILE_FORMS = ("tiles_side_by_side", "tiles_in_turn")
 IMPLEMENTATIONS = ("xla", *FORMS, *TILE_FORMS)
 
 SUMS_ARE_FAST = host.machine() in ("x86_64", "AMD64")
-"""Where the library that takes XLA's sums of products was measured."""
+"""XLA hands sums of products to a library that was measured on x86 only."""
 FUSES_SLICES = jax.__version_info__ >= (0, 11)
 LONG = 2048
 """From so many inputs on, few rows are faster as a product than as a sum (docs/measurements.md, "Few rows as sums")."""
@@ -93,7 +94,7 @@ def _batch(operation: Callable, size: int, arrays: list, batched: list[bool], **
         return one_by_one(operation, arrays, batched, **static)
     x = x if batched[0] else jnp.broadcast_to(x[None], (size, *x.shape))
     dims = (((2,), (weight.ndim - 1,)), ((0,), (0,)))
-    return [jax.lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32).astype(x.dtype)]
+    return [lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32).astype(x.dtype)]
 
 
 _operation = make_operation("product", run=_run, results=_results, batch=_batch)
@@ -109,8 +110,9 @@ def _tangent(deterministic: bool, implementation: str | None, primals: tuple, ta
     """Values by the form that was asked for; derivatives of the plain product, which no form changes."""
     (x, weight), (dx, d_weight) = primals, tangents
     dims = (((1,), (weight.ndim - 1,)), ((), ()))
-    wide = lambda a, b: jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-    return _product(x, weight, deterministic, implementation), (wide(dx, weight) + wide(x, d_weight)).astype(x.dtype)
+    wide = lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    value = cast(jax.Array, _product(x, weight, deterministic, implementation))
+    return value, (wide(dx, weight) + wide(x, d_weight)).astype(x.dtype)
 
 
 def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, implementation: str | None = None) -> jax.Array:
@@ -144,7 +146,8 @@ def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, imp
             )
     if 0 in x.shape or 0 in weight.shape:
         return jnp.zeros((x.shape[0], *weight.shape[:-1]), x.dtype)
-    reason = _refusal(implementation or "xla", *x.shape, math.prod(weight.shape[:-1]), x.dtype)
+    rows, width = x.shape
+    reason = _refusal(implementation or "xla", rows, width, math.prod(weight.shape[:-1]), x.dtype)
     if reason is not None:
         raise NotImplementedError(f"implementation {implementation!r} cannot run: {reason}")
     return cast(jax.Array, _product(x, weight, deterministic, implementation))

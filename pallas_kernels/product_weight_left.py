@@ -1,4 +1,7 @@
-"""The product for XLA on CPU, the weight on the left: as the right operand XLA repacks all of it at every call."""
+"""The product for XLA on CPU, the weight on the left: as the right operand XLA repacks all of it at every call.
+
+The measurements are in docs/measurements.md, "Weight on the left".
+"""
 
 from __future__ import annotations
 

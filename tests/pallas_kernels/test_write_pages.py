@@ -60,7 +60,7 @@ def test_implementations_agree(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
 def test_the_pool_is_not_copied_on_cpu(dtype):
-    """Regression: XLA on CPU widened a bfloat16 or fp8 pool at every write: 90 ms for 25 MB.
+    """Regression: XLA on CPU widened a bfloat16 or fp8 pool at every write.
 
     Where the dtype still goes through its bits (see `WIDENED_ON_CPU`) one pool-sized temporary each is the price.
     """

@@ -107,12 +107,10 @@ def run_attention(
     Raises:
       NotImplementedError: at lowering, where the named implementation cannot run on the platform.
     """
-    given = tuple(x is not None for x in problem)
-    out, lse = _operation(
-        *(x for x in problem if x is not None),
-        given=given,
-        options=options,
-        implementation=implementation,
-        capability=capability,
-    )
+    arrays = [x for x in problem if x is not None]
+    static = {
+        "given": tuple(x is not None for x in problem), "options": options, "implementation": implementation, "capability": capability,
+    }  # fmt: skip
+    # Mosaic's interpreter works by ordered callbacks, effects that the primitive does not declare; it is the same on every platform.
+    out, lse = _run("other", *arrays, **static) if implementation == "mosaic_interpret" else _operation(*arrays, **static)
     return out, lse

@@ -36,9 +36,9 @@ FUSES_SLICES = jax.__version_info__ >= (0, 11)
 LONG = 2048
 """From so many inputs on, few rows are faster as a product than as a sum (docs/measurements.md, "Few rows as sums")."""
 FEW, FEW_NARROW = 64, 2 if FUSES_SLICES else 1
-"""Up to so many rows a sum is faster than a product; FEW_NARROW for bfloat16 (the same section)."""
+"""Up to so many rows a sum is faster than a product, FEW_NARROW in bfloat16 (docs/measurements.md, "Few rows as sums", "Sums in lanes")."""
 MANY = 128
-"""From more rows than this on, repacking a weight on the right costs less than it saves ("Many rows")."""
+"""From more rows than this on, repacking a weight on the right costs less than it saves (docs/measurements.md, "Many rows")."""
 
 
 def best_form(platform: str, rows: int, width: int, dtype: jax.typing.DTypeLike) -> str:

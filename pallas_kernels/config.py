@@ -82,7 +82,7 @@ def kernel_config(
     """
     if jnp.dtype(page_dtype).itemsize == 4:
         return KernelConfig(generation, block_tokens=32, split_tokens=1024, tile_rows=16, num_warps=8, num_stages=1)
-    # Converting one-byte pages takes registers; with 64 rows on sm_80 they were 156 of the 128 that two blocks leave each other.
+    # Converting one-byte pages takes more registers than two blocks leave each other (docs/measurements.md, "Registers of one-byte pages").
     converting = generation == "sm_80" and jnp.dtype(page_dtype).itemsize == 1 and head_dim > 64
     largest = 16 if deterministic else 32 if head_dim > 128 or converting else 64
     tile = min(largest, max(16, 1 << (rows - 1).bit_length()))
@@ -94,3 +94,11 @@ def kernel_config(
         num_warps=4 if head_dim <= 128 and tile == 16 else 8,
         num_stages=3 if head_dim > 128 else 4,
     )
+
+
+MOSAIC_BLOCK_TOKENS, MOSAIC_TILE_ROWS, MOSAIC_STAGES = 32, 16, 2
+
+
+def mosaic_config(generation: str) -> KernelConfig:
+    """The one configuration of the Mosaic kernel: 32 keys per step, 1024 per split, 16 rows, one warpgroup, two stages."""
+    return KernelConfig(generation, MOSAIC_BLOCK_TOKENS, 1024, MOSAIC_TILE_ROWS, num_warps=4, num_stages=MOSAIC_STAGES)

@@ -1,86 +1,110 @@
-"""Which implementation runs: the best one of the platform, or the one asked for by name, or an error that says why not."""
+"""An operation that chooses its implementation when it is lowered, by the platform it is lowered for.
+
+The process's default backend says nothing about that: a program may be compiled for a GPU on a machine without one, or exported for
+several platforms at once. `lax.platform_dependent` decides at lowering too, but traces the branches of every platform in every program.
+A primitive with one lowering rule a platform traces what is lowered, and imports only that.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.config import generation_of, kernel_config
-from pallas_kernels.key_blocks import Problem
-from pallas_kernels.options import IMPLEMENTATIONS, AttentionOptions
-from pallas_kernels.paged_attention_mosaic import mosaic_config, mosaic_refusal, paged_attention_mosaic
-from pallas_kernels.paged_attention_triton import paged_attention_triton
-from pallas_kernels.paged_attention_xla import paged_attention_xla
+from pallas_kernels.gpu import lowering_context
 
-# The interpreter of Mosaic knows copies with a barrier only, as from sm_90 on.
-_INTERPRETED_GENERATION = "sm_90"
-
-
-def _refusal(
-    name: str, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike, platform: str, capability: str | None
-) -> str | None:
-    """Why the implementation cannot run on pages of this shape and dtype, or None."""
-    if name in ("triton", "mosaic"):
-        if platform not in ("gpu", "cuda"):
-            return f"it needs an NVIDIA GPU and the default platform is {platform!r}; '{name}_interpret' runs anywhere"
-        if capability is None:
-            return "the GPU has no CUDA compute capability"
-        if name == "triton" and jnp.dtype(page_dtype).name == "float8_e4m3fn" and generation_of(capability) == "sm_80":
-            return f"float8_e4m3fn pages need compute capability 9.0, this GPU has {capability}; use float8_e5m2 or int8"
-    if name.startswith("mosaic"):
-        generation = generation_of(capability) if name == "mosaic" and capability is not None else None
-        return mosaic_refusal(shape[3], shape[2], page_dtype, generation)
-    return None
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+"""Platforms with a lowering rule of their own; all others share one and are called "other"."""
 
 
-def _device() -> tuple[str, str | None]:
-    """(platform, compute capability or None) of the device that jitted code runs on by default."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device if hasattr(jax.sharding, "get_abstract_mesh") else None
-    if abstract is not None and abstract.platform in ("gpu", "cuda"):
-        return "gpu", getattr(abstract, "compute_capability", None)
-    platform = jax.default_backend()
-    if platform not in ("gpu", "cuda"):
-        return platform, None
-    return platform, getattr(jax.devices()[0], "compute_capability", None)
+def _result_types(arguments: Sequence[ShapedArray], results: Sequence[jax.ShapeDtypeStruct]) -> list:
+    """The results as abstract values on the arguments' mesh, varying over every manual mesh axis that an argument varies over.
+
+    A result whose `sharding` is set keeps its PartitionSpec; the others are not divided over explicit mesh axes.
+    """
+    meshes = [a.sharding.mesh for a in arguments if not a.sharding.mesh.empty]
+    if not meshes:
+        return [ShapedArray(r.shape, r.dtype) for r in results]
+    one, *others = (a.manual_axis_type for a in arguments)
+    axes = one if all(other == one for other in others) else type(one)(varying=one.varying.union(*(o.varying for o in others)))
+    specs = [getattr(r.sharding, "spec", None) or PartitionSpec(*[None] * len(r.shape)) for r in results]
+    return [
+        ShapedArray(r.shape, r.dtype, sharding=NamedSharding(meshes[0], spec), manual_axis_type=axes)
+        for r, spec in zip(results, specs)
+    ]
 
 
-def choose_implementation(implementation: str | None, shape: tuple[int, ...], page_dtype: jax.typing.DTypeLike) -> str:
-    """The name of the implementation that will run on the default platform.
+def _rule(run: Callable, platform: str) -> Callable:
+    """The lowering rule of one platform.
+
+    Inside it no array varies over manual mesh axes: the operation's result says what does, and `run` need not mark its constants.
+    """
+    lower = mlir.lower_fun(functools.partial(run, platform))
+
+    def rule(context, *arrays, **static):
+        local = [a.update(manual_axis_type=type(a.manual_axis_type)()) for a in context.avals_in]
+        with lowering_context(platform):
+            return lower(context.replace(avals_in=local), *arrays, **static)
+
+    return rule
+
+
+def make_operation(name: str, *, run: Callable, results: Callable, batch: Callable) -> Callable[..., list[jax.Array]]:
+    """A function of arrays and static keywords, usable wherever jax's own are: eagerly, under jit, vmap, checkpoint, loops and shard_map.
+
+    It has no derivative: wrap it in `jax.custom_jvp` or `jax.custom_vjp`.
 
     Args:
-      implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "xla" elsewhere.
-      shape, page_dtype: of the pages.
+      name: of the primitive, as jaxprs show it.
+      run: (platform, *arrays, **static) -> sequence of arrays, traced once the platform is known: one of PLATFORMS or "other". May raise
+        NotImplementedError, which reaches the caller before anything is executed.
+      results: (*types, **static) -> sequence of jax.ShapeDtypeStruct, from those of the arrays.
+      batch: (operation, size, arrays, batched, **static) -> sequence of arrays, the rule of `jax.vmap`: the arrays whose `batched` is true,
+        and all results, carry an axis of `size` in front.
 
-    Raises:
-      ValueError: the name is unknown.
-      NotImplementedError: the named implementation cannot run here.
+    Returns:
+      The function; its static keywords must be hashable.
     """
-    platform, capability = _device()
-    if implementation is None:
-        return "xla" if _refusal("triton", shape, page_dtype, platform, capability) else "triton"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
-    reason = _refusal(implementation, shape, page_dtype, platform, capability)
-    if reason is not None:
-        raise NotImplementedError(f"implementation {implementation!r} cannot run: {reason}")
-    return implementation
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @functools.cache
+    def compiled(static: tuple) -> Callable:
+        return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(static)))
+
+    def batching_rule(arrays, axes, **static):
+        size = next(x.shape[axis] for x, axis in zip(arrays, axes) if axis is not None)
+        moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes)]
+        out = batch(primitive.bind, size, moved, [axis is not None for axis in axes], **static)
+        return out, [0] * len(out)
+
+    primitive.def_impl(lambda *arrays, **static: compiled(tuple(static.items()))(*arrays))
+    types = lambda arrays: (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    primitive.def_abstract_eval(lambda *arrays, **static: _result_types(arrays, results(*types(arrays), **static)))
+    batching.primitive_batchers[primitive] = batching_rule
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, _rule(run, platform), platform=platform)
+    mlir.register_lowering(primitive, _rule(run, "other"))
+    return primitive.bind
 
 
-def run_implementation(problem: Problem, options: AttentionOptions, implementation: str) -> tuple[jax.Array, jax.Array]:
-    """(out [batch, queries, heads, head_dim] in q.dtype, lse f32[batch, queries, heads]) by the implementation chosen."""
-    if implementation == "xla":
-        return paged_attention_xla(problem, options)
-    interpret = implementation.endswith("_interpret")
-    _, capability = _device()
-    generation = _INTERPRETED_GENERATION if interpret or capability is None else generation_of(capability)
-    if implementation.startswith("mosaic"):
-        return paged_attention_mosaic(problem, options, mosaic_config(generation), interpret=interpret)
-    _, queries, heads, head_dim = problem.q.shape
-    config = kernel_config(
-        generation,
-        head_dim=head_dim,
-        page_dtype=problem.k_pages.dtype,
-        rows=queries * (heads // problem.k_pages.shape[1]),
-        deterministic=options.deterministic,
-    )
-    return paged_attention_triton(problem, options, config, interpret=interpret)
+def one_by_one(operation: Callable, arrays: Sequence[jax.Array], batched: Sequence[bool], **static) -> list[jax.Array]:
+    """The batch rule of what cannot be folded into one call: the operation for one element of the batch after the other."""
+
+    def call(chosen: list[jax.Array]) -> list[jax.Array]:
+        given = iter(chosen)
+        return operation(*(next(given) if moved else x for x, moved in zip(arrays, batched)), **static)
+
+    return lax.map(call, [x for x, moved in zip(arrays, batched) if moved])
+
+
+def broadcast(size: int, arrays: Sequence[jax.Array], batched: Sequence[bool]) -> list[jax.Array]:
+    """The arrays with the axis of the batch in front, repeated where they had none."""
+    return [x if moved else jnp.broadcast_to(x[None], (size, *x.shape)) for x, moved in zip(arrays, batched)]

@@ -102,7 +102,7 @@ def rows_of_heads(first: jax.Array, block: int, shape: tuple[int, ...]) -> jax.A
     return first[:, None, :] + (lax.iota(jnp.int32, kv_heads) * rows_per_page)[None, :, None]
 
 
-class Line(NamedTuple):
+class BlockSchedule(NamedTuple):
     """The blocks that rows hold, in the order in which they are computed: first blocks first, of rows with most blocks first.
 
     It depends on lengths and tables alone: the compiler makes one for all layers of a model.
@@ -111,7 +111,7 @@ class Line(NamedTuple):
       order: i32[rows], the rows, those with most blocks first.
       before: i32[levels + 1], how many places blocks of lower levels take; a block's level is its number among its row's.
       level, row, start: i32[places], of the block at each place, and the position of its first key.
-      queries: the queries of the block's row; none behind the line's end.
+      queries: the queries of the block's row; none behind the last block.
       first_rows: i32[places, rows per block], where its keys are.
     """
 
@@ -124,8 +124,8 @@ class Line(NamedTuple):
     first_rows: jax.Array
 
     @classmethod
-    def of(cls, problem: Problem, queries: Queries, owner: jax.Array, block: int, room: int) -> Line:
-        """The line for rows of queries that read the rows `owner` i32[rows] of the tables; `room` places stay empty at its end."""
+    def of(cls, problem: Problem, queries: Queries, owner: jax.Array, block: int, room: int) -> BlockSchedule:
+        """The schedule for rows of queries that read the rows `owner` i32[rows] of the tables; `room` places stay empty at its end."""
         begin, end = queries.blocks(block)
         held, rows = end - begin, owner.shape[0]
         order = jnp.argsort(-held).astype(jnp.int32)
@@ -142,7 +142,7 @@ class Line(NamedTuple):
         own = Queries(queries.first[row], count, queries.window)
         return cls(order, before, level, row, number * block, own, found)
 
-    def part(self, at: jax.Array, places: int) -> Line:
+    def part(self, at: jax.Array, places: int) -> BlockSchedule:
         """So many places from `at` on."""
         cut = lambda x: lax.dynamic_slice_in_dim(x, at, places)
         own = self.queries._replace(first=cut(self.queries.first), count=cut(self.queries.count))
@@ -155,7 +155,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     """x[rows] as [len(rows), the rest of a row], as a plain memory copy on CPU too.
 
     The gather stands in a branch that is always taken. Outside of one, XLA on CPU fuses it with the reshape behind it and the
-    arithmetic of `rows` before it, and then copies number by number, at half the speed.
+    arithmetic of `rows` before it, and then copies number by number (docs/measurements.md, "Gather of pages in a branch").
 
     Narrow floats travel as integers: XLA on CPU turns a gather of bfloat16 into one of float32, and so converts the whole
     array at every call. The barrier keeps that change of type inside a loop around it, where it costs nothing; hoisted out of the

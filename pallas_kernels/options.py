@@ -1,4 +1,4 @@
-"""What every implementation of paged attention is told, and the checks that the public operations make.
+"""The static options of paged attention, and the checks that the public operations make.
 
 Axis words, written once for the package:
 

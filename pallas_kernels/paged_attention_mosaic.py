@@ -28,67 +28,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.config import MOSAIC_BLOCK_TOKENS as BLOCK_TOKENS
+from pallas_kernels.config import MOSAIC_STAGES as STAGES
+from pallas_kernels.config import MOSAIC_TILE_ROWS as TILE_ROWS
 from pallas_kernels.config import KernelConfig
 from pallas_kernels.key_blocks import Problem
+from pallas_kernels.launch import Launch, block_part, block_range, key_range, make_launch, tile_positions, ungroup
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_attention_triton import Plan, block_range, make_plan, tile_positions, ungroup
 
-BLOCK_TOKENS, TILE_ROWS, STAGES = 32, 16, 2
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 _LOG2E = math.log2(math.e)
 
 
-def mosaic_refusal(
-    head_dim: int, page_size: int, page_dtype: jax.typing.DTypeLike, generation: str | None = None
-) -> str | None:
-    """Why the Mosaic kernel cannot take this call on a GPU of `generation` (None: on any), or None."""
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax 0.11 or later (plgpu.mma), this is {jax.__version__}"
-    if jnp.dtype(page_dtype).name not in ("bfloat16", "float16"):
-        return f"it takes bfloat16 and float16 pages, got {jnp.dtype(page_dtype).name}; use 'triton'"
-    if head_dim % 32 or head_dim > 256:
-        return f"it takes head_dim in multiples of 32 up to 256, got {head_dim}; use 'triton'"
-    if page_size < 8 or (BLOCK_TOKENS % page_size and page_size % BLOCK_TOKENS):
-        return f"it takes page sizes 8, 16 and multiples of {BLOCK_TOKENS}, got {page_size}; use 'triton'"
-    if generation == "sm_80" and page_size == 8 and head_dim % 64:  # one cp.async fills four tiles of 8 x 16
-        return f"with compute capability 8.x it takes pages of 8 tokens for multiples of 64 in head_dim, got {head_dim}; use 'triton'"
-    return None
-
-
-def mosaic_config(generation: str) -> KernelConfig:
-    """The one configuration: 32 keys per step, 1024 per split, 16 rows, one warpgroup, two stages."""
-    return KernelConfig(generation, BLOCK_TOKENS, 1024, TILE_ROWS, num_warps=4, num_stages=STAGES)
-
-
-def _tile_width(plan: Plan, config: KernelConfig) -> int:
+def _tile_width(launch: Launch, config: KernelConfig) -> int:
     """Features per tile of shared memory, the widest that fits; one cp.async (sm_80) must fill a multiple of four tiles."""
-    rows = min(plan.page_size, BLOCK_TOKENS) // 8
+    rows = min(launch.page_size, BLOCK_TOKENS) // 8
     for width in (64, 32, 16):
-        if plan.head_dim % width == 0 and (config.generation != "sm_80" or rows * (plan.head_dim // width) % 4 == 0):
+        if launch.head_dim % width == 0 and (config.generation != "sm_80" or rows * (launch.head_dim // width) % 4 == 0):
             return width
-    raise AssertionError(f"pages of {plan.page_size} x {plan.head_dim} should have been refused for {config.generation}")
+    raise AssertionError(f"pages of {launch.page_size} x {launch.head_dim} should have been refused for {config.generation}")
 
 
-def block_part(plan: Plan, block, i: int, lo, hi):
-    """Part `i` of a block, a page or a piece of one: (its first position, its column of the table, whether any key in it is seen)."""
-    part = min(plan.page_size, BLOCK_TOKENS)
-    start = block * BLOCK_TOKENS + i * part
-    column = jnp.minimum(start // plan.page_size, plan.pages_per_seq - 1)
-    return start, column, (start < hi) & (start + part > lo)
-
-
-def _copy_block(plan: Plan, refs, place, block, slot) -> None:
+def _copy_block(launch: Launch, refs, place, block, slot) -> None:
     """Starts the copies of one block's pages into stage `slot`; in the place of pages that no query sees, the null page."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     k_ref, v_ref, tables_ref, k_smem, v_smem, barrier = refs
     row, head, lo, hi = place
-    part = min(plan.page_size, BLOCK_TOKENS)
+    part = min(launch.page_size, BLOCK_TOKENS)
     for i in range(BLOCK_TOKENS // part):
-        start, column, seen = block_part(plan, block, i, lo, hi)
-        page = jnp.where(seen, jnp.clip(tables_ref[row, column], 0, plan.num_pages - 1), 0)
+        start, column, seen = block_part(launch, block, i, lo, hi)
+        page = jnp.where(seen, jnp.clip(tables_ref[row, column], 0, launch.num_pages - 1), 0)
         for pages, smem in ((k_ref, k_smem), (v_ref, v_smem)):
-            source = pages.at[page, head, pl.ds(pl.multiple_of(start % plan.page_size, part), part)]
+            source = pages.at[page, head, pl.ds(pl.multiple_of(start % launch.page_size, part), part)]
             target = smem.at[slot, pl.ds(i * part, part)]
             if barrier is None:
                 plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -107,7 +79,7 @@ def _wait_block(copies: int, barrier, slot, is_last) -> None:
     pl.when(jnp.logical_not(is_last))(lambda: plgpu.wait_gmem_to_smem(copies))
 
 
-def _attend_block(plan: Plan, dtype, mma, q, smem, bounds, block, slot, carry):
+def _attend_block(launch: Launch, dtype, mma, q, smem, bounds, block, slot, carry):
     """The online softmax over one block in shared memory; carry = (top, total, acc) in float32, base 2."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -118,17 +90,17 @@ def _attend_block(plan: Plan, dtype, mma, q, smem, bounds, block, slot, carry):
     shape = (TILE_ROWS, BLOCK_TOKENS)
     zeros = lambda n: plgpu.layout_cast(jnp.zeros((TILE_ROWS, n), jnp.float32), acc_layout)
     k = plgpu.load(k_smem.at[slot].T, layout=rhs)
-    s = mma(zeros(BLOCK_TOKENS), q, k) * plan.options.scale
-    cap = plan.options.logits_soft_cap
+    s = mma(zeros(BLOCK_TOKENS), q, k) * launch.options.scale
+    cap = launch.options.logits_soft_cap
     if cap is not None:
         s = cap * jnp.tanh(s / cap)
     iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=acc_layout)
-    query = (tile * TILE_ROWS + iota(0)) // plan.q_per_kv
+    query = (tile * TILE_ROWS + iota(0)) // launch.q_per_kv
     own = length - num_queries + query
     position = block * BLOCK_TOKENS + iota(1)
     seen = (position <= own) & (query < num_queries) & (own < length)
-    if plan.options.sliding_window is not None:
-        seen = seen & (position > own - plan.options.sliding_window)
+    if launch.options.sliding_window is not None:
+        seen = seen & (position > own - launch.options.sliding_window)
     s = jnp.where(seen, s * _LOG2E, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(s, axis=1))
     wide = lambda x, n: plgpu.layout_cast(lax.broadcast_in_dim(x, (TILE_ROWS, n), (0,)), acc_layout)
@@ -139,58 +111,44 @@ def _attend_block(plan: Plan, dtype, mma, q, smem, bounds, block, slot, carry):
     v = plgpu.load(v_smem.at[slot], layout=rhs)
     token = block * BLOCK_TOKENS + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=rhs)
     v = jnp.where((token >= lo) & (token < hi), v, jnp.zeros_like(v))
-    acc = acc * wide(decay, plan.head_dim)
+    acc = acc * wide(decay, launch.head_dim)
     return new_top, total, mma(acc, plgpu.load(p_smem, layout=lhs, optimized=False), v)
 
 
-def _body(
-    q_ref,
-    k_ref,
-    v_ref,
-    tables_ref,
-    lengths_ref,
-    num_queries_ref,
-    out_ref,
-    lse_ref,
-    k_smem,
-    v_smem,
-    p_smem,
-    *rest,
-    plan: Plan,
-    dtype,
-    mma,
-):
+def _body(*refs, launch: Launch, dtype, mma):
+    """One program; refs = the inputs, then the outputs, then the scratch of `paged_attention_mosaic`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref, out_ref, lse_ref, k_smem, v_smem, p_smem, *rest = refs
     barrier = rest[0] if rest else None
     row_tile, head, split = (lax.axis_index(name) for name in ("row_tile", "head", "split"))
-    row, tile = row_tile // plan.tiles, row_tile % plan.tiles
-    length = jnp.clip(lengths_ref[row], 0, plan.pages_per_seq * plan.page_size)
+    row, tile = row_tile // launch.tiles, row_tile % launch.tiles
+    length = jnp.clip(lengths_ref[row], 0, launch.pages_per_seq * launch.page_size)
     num_queries = num_queries_ref[row]
-    lo, hi = key_range(plan, tile, length, num_queries)
-    begin, end = block_range(plan, split, lo, hi)
-    refs = (k_ref, v_ref, tables_ref, k_smem, v_smem, barrier)
-    copies = 2 * max(1, BLOCK_TOKENS // plan.page_size)
+    lo, hi = key_range(launch, tile, length, num_queries)
+    begin, end = block_range(launch, split, lo, hi)
+    copied = (k_ref, v_ref, tables_ref, k_smem, v_smem, barrier)
+    copies = 2 * max(1, BLOCK_TOKENS // launch.page_size)
 
     @pl.when(begin < end)
     def _():
         acc_layout = plgpu.Layout.MMA_ACC(dtype, m_warps=1)
         place = (row, head, lo, hi)
-        _copy_block(plan, refs, place, begin, 0)
+        _copy_block(launch, copied, place, begin, 0)
         q = plgpu.load(q_ref.at[row_tile, head], layout=plgpu.Layout.MMA_LHS(dtype, m_warps=1), optimized=False)
 
         def step(block, carry):
             slot, is_last = (block - begin) % STAGES, block + 1 >= end
-            pl.when(jnp.logical_not(is_last))(lambda: _copy_block(plan, refs, place, block + 1, (slot + 1) % STAGES))
+            pl.when(jnp.logical_not(is_last))(lambda: _copy_block(launch, copied, place, block + 1, (slot + 1) % STAGES))
             _wait_block(copies, barrier, slot, is_last)
             bounds = (tile, length, num_queries, lo, hi)
-            return _attend_block(plan, dtype, mma, q, (k_smem, v_smem, p_smem), bounds, block, slot, carry)
+            return _attend_block(launch, dtype, mma, q, (k_smem, v_smem, p_smem), bounds, block, slot, carry)
 
         vector = lambda x: plgpu.layout_cast(jnp.full((TILE_ROWS,), x, jnp.float32), acc_layout.reduce(1))
         start = (
             vector(_LOWEST),
             vector(0.0),
-            plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.head_dim), jnp.float32), acc_layout),
+            plgpu.layout_cast(jnp.zeros((TILE_ROWS, launch.head_dim), jnp.float32), acc_layout),
         )
         top, total, acc = lax.fori_loop(begin, end, step, start)
         safe = jnp.where(total > 0.0, total, 1.0)
@@ -200,28 +158,18 @@ def _body(
         plgpu.store(lse_ref.at[row_tile, head, split], lse, optimized=False)
 
 
-def key_range(plan: Plan, tile: jax.Array, length: jax.Array, num_queries: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """i32[] half-open range of keys that any query of a tile sees, with scalars only."""
-    lowest = tile * TILE_ROWS // plan.q_per_kv
-    highest = jnp.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // plan.q_per_kv, jnp.minimum(num_queries, plan.queries) - 1)
-    hi = jnp.where(highest >= lowest, length - num_queries + highest + 1, 0)
-    window = plan.options.sliding_window
-    lo = jnp.int32(0) if window is None else jnp.maximum(length - num_queries + lowest - (window - 1), 0)
-    return lo, jnp.minimum(hi, length)
-
-
-def _merge(plan: Plan, problem: Problem, partial: jax.Array, partial_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _merge(launch: Launch, problem: Problem, partial: jax.Array, partial_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Merges the live splits of each tile in order; what dead programs left unwritten is never looked at."""
     batch = problem.q.shape[0]
-    rows = jnp.repeat(problem.lengths, plan.tiles), jnp.repeat(problem.num_queries, plan.tiles)
-    lengths = jnp.clip(rows[0], 0, plan.pages_per_seq * plan.page_size)
-    tiles = jnp.tile(lax.iota(jnp.int32, plan.tiles), batch)
-    _, group, last, _, lo, hi = jax.vmap(functools.partial(tile_positions, plan))(tiles, lengths, rows[1])
+    rows = jnp.repeat(problem.lengths, launch.tiles), jnp.repeat(problem.num_queries, launch.tiles)
+    lengths = jnp.clip(rows[0], 0, launch.pages_per_seq * launch.page_size)
+    tiles = jnp.tile(lax.iota(jnp.int32, launch.tiles), batch)
+    _, group, last, _, lo, hi = jax.vmap(functools.partial(tile_positions, launch))(tiles, lengths, rows[1])
     lo = jnp.broadcast_to(lo, hi.shape)
 
     def step(split, carry):
         top, total, acc = carry
-        begin, end = block_range(plan, split, lo, hi)
+        begin, end = block_range(launch, split, lo, hi)
         live = (begin < end)[:, None, None]
         lse = jnp.where(live, partial_lse[:, :, split], -jnp.inf)
         part = jnp.where(live[..., None], partial[:, :, split], 0.0)
@@ -233,11 +181,11 @@ def _merge(plan: Plan, problem: Problem, partial: jax.Array, partial_lse: jax.Ar
     start = (
         jnp.full(shape, _LOWEST, jnp.float32),
         jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, plan.head_dim), jnp.float32),
+        jnp.zeros((*shape, launch.head_dim), jnp.float32),
     )
-    top, total, acc = lax.fori_loop(0, plan.splits, step, start)
+    top, total, acc = lax.fori_loop(0, launch.splits, step, start)
     if problem.sinks is not None:
-        index = lax.iota(jnp.int32, plan.kv_heads)[None, :, None] * plan.q_per_kv + group[:, None, :]
+        index = lax.iota(jnp.int32, launch.kv_heads)[None, :, None] * launch.q_per_kv + group[:, None, :]
         sinks = problem.sinks.astype(jnp.float32)[index]
         new_top = jnp.maximum(top, sinks)
         decay = jnp.exp(top - new_top)
@@ -246,7 +194,7 @@ def _merge(plan: Plan, problem: Problem, partial: jax.Array, partial_lse: jax.Ar
     safe = jnp.where(alive, total, 1.0)
     out = jnp.where(alive[..., None], acc / safe[..., None], 0.0).astype(problem.q.dtype)
     lse = jnp.where(alive, top + jnp.log(safe), -jnp.inf)
-    return ungroup(out, plan, batch), ungroup(lse, plan, batch)
+    return ungroup(out, launch, batch), ungroup(lse, launch, batch)
 
 
 def _interpreted_mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -259,28 +207,28 @@ def paged_attention_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each row's queries over its pages; the arguments and results of `paged_attention_triton`.
 
-    `mosaic_refusal` has been asked before.
+    `choice.mosaic_refusal` has been asked before.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    plan = make_plan(problem, options, config)
+    launch = make_launch(problem, options, config)
     batch, dtype = problem.q.shape[0], jnp.dtype(problem.q.dtype)
-    padded = plan.tiles * TILE_ROWS
-    q = problem.q.reshape(batch, plan.queries, plan.kv_heads, plan.q_per_kv, plan.head_dim)
-    q = jnp.moveaxis(q, 2, 1).reshape(batch, plan.kv_heads, plan.rows, plan.head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - plan.rows), (0, 0)))
-    q = jnp.moveaxis(q.reshape(batch, plan.kv_heads, plan.tiles, TILE_ROWS, plan.head_dim), 2, 1)
-    q = q.reshape(batch * plan.tiles, plan.kv_heads, TILE_ROWS, plan.head_dim)
-    width = _tile_width(plan, config)
+    padded = launch.tiles * TILE_ROWS
+    q = problem.q.reshape(batch, launch.queries, launch.kv_heads, launch.q_per_kv, launch.head_dim)
+    q = jnp.moveaxis(q, 2, 1).reshape(batch, launch.kv_heads, launch.rows, launch.head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - launch.rows), (0, 0)))
+    q = jnp.moveaxis(q.reshape(batch, launch.kv_heads, launch.tiles, TILE_ROWS, launch.head_dim), 2, 1)
+    q = q.reshape(batch * launch.tiles, launch.kv_heads, TILE_ROWS, launch.head_dim)
+    width = _tile_width(launch, config)
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
-    buffer = lambda: plgpu.SMEM((STAGES, BLOCK_TOKENS, plan.head_dim), dtype, transforms=transforms)
+    buffer = lambda: plgpu.SMEM((STAGES, BLOCK_TOKENS, launch.head_dim), dtype, transforms=transforms)
     scratch = [buffer(), buffer(), plgpu.SMEM((TILE_ROWS, BLOCK_TOKENS), dtype)]
     if config.generation != "sm_80":
-        scratch.append(plgpu.Barrier(num_arrivals=2 * max(1, BLOCK_TOKENS // plan.page_size), num_barriers=STAGES))
-    head = (batch * plan.tiles, plan.kv_heads, plan.splits, TILE_ROWS)
+        scratch.append(plgpu.Barrier(num_arrivals=2 * max(1, BLOCK_TOKENS // launch.page_size), num_barriers=STAGES))
+    head = (batch * launch.tiles, launch.kv_heads, launch.splits, TILE_ROWS)
     kernel = plgpu.kernel(
-        functools.partial(_body, plan=plan, dtype=dtype, mma=_interpreted_mma if interpret else plgpu.mma),
-        out_type=(jax.ShapeDtypeStruct((*head, plan.head_dim), jnp.float32), jax.ShapeDtypeStruct(head, jnp.float32)),
+        functools.partial(_body, launch=launch, dtype=dtype, mma=_interpreted_mma if interpret else plgpu.mma),
+        out_type=(jax.ShapeDtypeStruct((*head, launch.head_dim), jnp.float32), jax.ShapeDtypeStruct(head, jnp.float32)),
         scratch_types=scratch,
         grid=head[:3],
         grid_names=("row_tile", "head", "split"),
@@ -290,4 +238,4 @@ def paged_attention_mosaic(
     partial, partial_lse = kernel(
         q, problem.k_pages, problem.v_pages, problem.block_tables, problem.lengths, problem.num_queries
     )
-    return _merge(plan, problem, partial, partial_lse)
+    return _merge(launch, problem, partial, partial_lse)

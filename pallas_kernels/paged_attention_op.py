@@ -1,4 +1,4 @@
-"""The public operations: they check, bring every call to one 4-D form, pick an implementation and carry the gradient."""
+"""The public operations: they check, bring every call to one 4-D form and carry the gradient."""
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # (a custom_vjp hands symbolic zeros and float0 where the types say arrays)
@@ -12,18 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import options as opts
-from pallas_kernels.dispatch import choose_implementation, run_implementation
+from pallas_kernels.choice import check_name
+from pallas_kernels.gpu import named_capability
 from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_grad import paged_attention_gradient
+from pallas_kernels.paged_attention_lowering import run_attention
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attend(problem: Problem, options: AttentionOptions, implementation: str) -> tuple[jax.Array, jax.Array]:
-    return run_implementation(problem, options, implementation)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _attend(
+    problem: Problem, options: AttentionOptions, implementation: str | None, capability: str | None
+) -> tuple[jax.Array, jax.Array]:
+    return run_attention(problem, options, implementation, capability)
 
 
-def _attend_forward(problem, options, implementation):
+def _attend_forward(problem, options, implementation, capability):
     moved = [
         name
         for name, leaf in zip(Problem._fields, problem)
@@ -37,12 +41,12 @@ def _attend_forward(problem, options, implementation):
             "(jax.lax.stop_gradient), or dequantize the pages to float32 or bfloat16 and pass those"
         )
     problem = Problem(*(None if leaf is None else leaf.value for leaf in problem))
-    results = run_implementation(problem, options, implementation)
+    results = run_attention(problem, options, implementation, capability)
     return results, (problem, results)
 
 
-def _attend_backward(options, implementation, residuals, cotangents):
-    del implementation
+def _attend_backward(options, implementation, capability, residuals, cotangents):
+    del implementation, capability
     problem, results = residuals
     given = tuple(
         jnp.zeros(r.shape, r.dtype) if isinstance(c, jax.custom_derivatives.SymbolicZero) else c
@@ -85,7 +89,7 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of each row's newest tokens over the keys and values in its pages.
 
-    The new tokens' own keys and values must be in their pages already. Works under `jax.jit` and `jax.grad`; the axis words
+    The new tokens' own keys and values must be in their pages already. Works under `jax.jit`, `jax.vmap` and `jax.grad`; the axis words
     and the picture of where a query stands are in `pallas_kernels.options`.
 
     Args:
@@ -105,14 +109,15 @@ def paged_attention(
       return_lse: also return the log of the softmax denominator (sink included), to merge partial results.
       deterministic: a query's bits do not depend on how many queries run with it (decode equals prefill).
       implementation: "xla", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the best one of the
-        default platform: "triton" on CUDA, "xla" on CPU and TPU.
+        platform that the program is lowered for: "triton" on CUDA, "xla" on CPU and TPU.
 
     Returns:
       out like q; with return_lse also lse f32[batch, heads] or [batch, queries, heads]. Dead queries: 0 and -inf.
 
     Raises:
       ValueError: a shape, dtype or option is wrong, or gradients of quantized pages or scales are asked for.
-      NotImplementedError: the implementation asked for by name cannot run here; the message says why. There is no fallback.
+      NotImplementedError: the implementation asked for by name cannot take such pages or, said when the program is lowered and before
+        anything runs, cannot run on its platform. There is no fallback.
 
     Source: online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867); pages as in PagedAttention (arXiv:2309.06180).
     """
@@ -130,14 +135,14 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         deterministic=deterministic,
     )
-    name = choose_implementation(implementation, k_pages.shape, k_pages.dtype)
+    check_name(implementation, k_pages.shape, k_pages.dtype)
     if num_queries is None:
         num_queries = jnp.full((q4.shape[0],), q4.shape[1], jnp.int32)
     if 0 in q.shape:
         out, lse = jnp.zeros(q4.shape, q.dtype), jnp.zeros(q4.shape[:3], jnp.float32)
     else:
         problem = Problem(q4, k_pages, v_pages, block_tables, lengths, num_queries, sinks, k_scales, v_scales)
-        out, lse = _attend(problem, options, name)
+        out, lse = _attend(problem, options, implementation, named_capability())
     if decode:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out

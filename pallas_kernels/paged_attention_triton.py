@@ -1,13 +1,8 @@
 """Paged attention for NVIDIA GPUs from sm_80 on, in Pallas's Triton backend (jax 0.10.2 to 0.12; deprecated there since 0.11).
 
-One program takes one tile of (query, head of the group) pairs of one row and kv head, and one split of that row's keys:
-
-    grid     (batch * tiles, kv_heads, splits)
-    tile     flat index query * q_per_kv + head of the group, cut every `tile_rows`: any group size, no padding per group
-    split    keys [s * split_tokens, (s + 1) * split_tokens) at absolute positions; a program without live keys does nothing
-
-It writes a normalised partial result and its lse in float32. A second kernel merges the live splits of each tile in order and
-adds the sinks, so a row's bits depend neither on its batch mates nor on the table's width.
+`launch` says what one program takes: a tile of query heads and a split of the keys. It writes a normalised partial result and its lse in
+float32. A second kernel merges the live splits of each tile in order and adds the sinks, so a row's bits depend neither on the other rows
+nor on the table's width.
 
 Pages are loaded as rows of `gcd(page_size, block_tokens)` tokens, a whole page where it fits the block and a part of one where
 it does not. Only live tokens inside the window of some query of the tile are loaded; the others read as 0, so that no NaN
@@ -18,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,133 +22,39 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.config import KernelConfig
 from pallas_kernels.key_blocks import Problem
-from pallas_kernels.options import INT32_MAX, AttentionOptions
+from pallas_kernels.launch import Launch, block_range, make_launch, tile_positions, ungroup
+from pallas_kernels.options import AttentionOptions
 
 _LOWEST = -0.7 * float(jnp.finfo(jnp.float32).max)
 _LOG2E = math.log2(math.e)
 
 
-class Plan(NamedTuple):
-    """Static sizes of one launch; `rows` = queries * q_per_kv, `page_rows` = rows of the 2-D pool view per page."""
-
-    queries: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    num_pages: int
-    page_size: int
-    pages_per_seq: int
-    tiles: int
-    splits: int
-    config: KernelConfig
-    options: AttentionOptions
-
-    @property
-    def q_per_kv(self) -> int:
-        """Query heads per kv head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """(query, head of the group) pairs per row and kv head."""
-        return self.queries * self.q_per_kv
-
-    @property
-    def padded_dim(self) -> int:
-        """head_dim up to the next power of two."""
-        return max(16, 1 << (self.head_dim - 1).bit_length())
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens per row of the pool's view: a whole page, or the part of one that divides the block."""
-        return math.gcd(self.page_size, self.config.block_tokens)
-
-
-def make_plan(problem: Problem, options: AttentionOptions, config: KernelConfig) -> Plan:
-    """The sizes of one launch.
-
-    Raises:
-      NotImplementedError: an offset into the pool would overflow the 32-bit offsets of the backend.
-    """
-    _, queries, heads, head_dim = problem.q.shape
-    num_pages, kv_heads, page_size, _ = problem.k_pages.shape
-    width = problem.block_tables.shape[1]
-    check_offsets(problem.k_pages.shape, jnp.dtype(problem.k_pages.dtype).itemsize)
-    rows = queries * (heads // kv_heads)
-    return Plan(
-        queries, heads, kv_heads, head_dim, num_pages, page_size, width,
-        tiles=-(-rows // config.tile_rows),
-        splits=-(-width * page_size // config.split_tokens),
-        config=config, options=options,
-    )  # fmt: skip
-
-
-def check_offsets(shape: tuple[int, ...], itemsize: int) -> None:
-    """Refuses pools whose element offsets the Triton backend would compute in 32 bits and overflow.
-
-    It takes 64-bit offsets for arrays of more than 2**32 bytes only, and offsets count elements and are signed: an array of
-    one-byte elements between the two limits would wrap. (lowering.py of jax, `_compute_offsets_from_indices`.)
-
-    Raises:
-      NotImplementedError: the pool lies between the limits.
-    """
-    elements = math.prod(shape)
-    if elements - 1 > INT32_MAX and elements * itemsize <= 2**32:
-        raise NotImplementedError(
-            f"pages {tuple(shape)} have {elements} elements of {itemsize} byte: offsets would overflow int32 in the Triton "
-            "backend; make the pool smaller than 2**31 elements or larger than 2**32 bytes, or use implementation='xla'"
-        )
-
-
-def block_range(plan: Plan, split: jax.Array, lo: jax.Array, hi: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """i32[] first block and the one behind the last that a program reads, of the keys [lo, hi) its tile sees."""
-    per_split, per_block = plan.config.split_tokens, plan.config.block_tokens
-    begin = jnp.maximum(split * per_split, lo) // per_block
-    return begin, (jnp.minimum((split + 1) * per_split, hi) + per_block - 1) // per_block
-
-
-def tile_positions(plan: Plan, tile: jax.Array, length: jax.Array, num_queries: jax.Array):
-    """(query, group head, last, first) i32[tile_rows] of a tile's rows and the scalar key range [lo, hi) any of them sees."""
-    rows = plan.config.tile_rows
-    flat = tile * rows + lax.iota(jnp.int32, rows)
-    query, head = flat // plan.q_per_kv, flat % plan.q_per_kv
-    own = length - num_queries + query
-    last = jnp.where((query < num_queries) & (query < plan.queries) & (own >= 0) & (own < length), own, -1)
-    window = plan.options.sliding_window
-    first = jnp.zeros_like(last) if window is None else jnp.maximum(last - (window - 1), 0)
-    lowest = tile * rows // plan.q_per_kv
-    highest = jnp.minimum((tile * rows + rows - 1) // plan.q_per_kv, jnp.minimum(num_queries, plan.queries) - 1)
-    hi = jnp.where(highest >= lowest, length - num_queries + highest + 1, 0)
-    lo = jnp.int32(0) if window is None else jnp.maximum(length - num_queries + lowest - (window - 1), 0)
-    return query, head, last, first, lo, jnp.minimum(hi, length)
-
-
-def _row_numbers(plan: Plan, tables_ref, row, head, position, live):
+def _row_numbers(launch: Launch, tables_ref, row, head, position, live):
     """Rows of the pool seen as [rows, row_tokens, head_dim] that hold the tokens at `position` (any shape)."""
-    column = jnp.minimum(position // plan.page_size, plan.pages_per_seq - 1)
+    column = jnp.minimum(position // launch.page_size, launch.pages_per_seq - 1)
     page = plgpu.load(tables_ref.at[jnp.full_like(column, row), column], mask=live, other=0)
-    page = jnp.clip(page, 0, plan.num_pages - 1)
-    per_page = plan.page_size // plan.row_tokens
-    return (page * plan.kv_heads + head) * per_page + (position % plan.page_size) // plan.row_tokens
+    page = jnp.clip(page, 0, launch.num_pages - 1)
+    per_page = launch.page_size // launch.row_tokens
+    return (page * launch.kv_heads + head) * per_page + (position % launch.page_size) // launch.row_tokens
 
 
-def _load_features(ref, rows, token, live, plan: Plan) -> jax.Array:
+def _load_features(ref, rows, token, live, launch: Launch) -> jax.Array:
     """[block_tokens, padded_dim] of a pool seen as [rows, row_tokens, head_dim]; dead tokens and padding are 0."""
-    shape = (*live.shape, plan.padded_dim)
+    shape = (*live.shape, launch.padded_dim)
     feature = lax.broadcasted_iota(jnp.int32, shape, 2)
     mask = lax.broadcast_in_dim(live, shape, (0, 1))
-    if plan.padded_dim != plan.head_dim:
-        mask = mask & (feature < plan.head_dim)
+    if launch.padded_dim != launch.head_dim:
+        mask = mask & (feature < launch.head_dim)
     index = (lax.broadcast_in_dim(rows, shape, (0,)), lax.broadcast_in_dim(token, shape, (1,)), feature)
     zero = 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
     values = plgpu.load(ref.at[index], mask=mask, other=zero)
-    return values.reshape(plan.config.block_tokens, plan.padded_dim)
+    return values.reshape(launch.config.block_tokens, launch.padded_dim)
 
 
-def _load_scales(ref, rows, token, live, plan: Plan) -> jax.Array:
+def _load_scales(ref, rows, token, live, launch: Launch) -> jax.Array:
     """f32[block_tokens] of scales seen as [rows, row_tokens]; dead tokens are 0."""
     index = (lax.broadcast_in_dim(rows, live.shape, (0,)), lax.broadcast_in_dim(token, live.shape, (1,)))
-    return plgpu.load(ref.at[index], mask=live, other=0.0).reshape(plan.config.block_tokens)
+    return plgpu.load(ref.at[index], mask=live, other=0.0).reshape(launch.config.block_tokens)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
@@ -165,25 +65,25 @@ def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _block_step(plan: Plan, refs, q, place, positions, block, carry):
+def _block_step(launch: Launch, refs, q, place, positions, block, carry):
     """One block of keys: the online softmax of the tile, carry = (top, total, acc) in float32, base 2."""
     k_ref, v_ref, tables_ref, k_scales_ref, v_scales_ref = refs
     row, head = place
     last, first, lo, hi = positions
     top, total, acc = carry
-    block_tokens, row_tokens = plan.config.block_tokens, plan.row_tokens
+    block_tokens, row_tokens = launch.config.block_tokens, launch.row_tokens
     start = block * block_tokens + lax.iota(jnp.int32, block_tokens // row_tokens) * row_tokens
-    rows = _row_numbers(plan, tables_ref, row, head, start, start < hi)
+    rows = _row_numbers(launch, tables_ref, row, head, start, start < hi)
     token = lax.iota(jnp.int32, row_tokens)
     each = lax.broadcast_in_dim(start, (block_tokens // row_tokens, row_tokens), (0,)) + lax.broadcasted_iota(
         jnp.int32, (block_tokens // row_tokens, row_tokens), 1
     )
     live = (each >= lo) & (each < hi)
-    k = _load_features(k_ref, rows, token, live, plan).astype(q.dtype)
-    s = _dot(q, k, 1) * plan.options.scale
+    k = _load_features(k_ref, rows, token, live, launch).astype(q.dtype)
+    s = _dot(q, k, 1) * launch.options.scale
     if k_scales_ref is not None:
-        s = s * _load_scales(k_scales_ref, rows, token, live, plan)[None, :]
-    cap = plan.options.logits_soft_cap
+        s = s * _load_scales(k_scales_ref, rows, token, live, launch)[None, :]
+    cap = launch.options.logits_soft_cap
     if cap is not None:
         s = cap * jnp.tanh(s / cap)
     position = (block * block_tokens + lax.iota(jnp.int32, block_tokens))[None, :]
@@ -194,29 +94,29 @@ def _block_step(plan: Plan, refs, q, place, positions, block, carry):
     decay = jnp.exp2(top - new_top)
     total = total * decay + jnp.sum(p, axis=1)
     if v_scales_ref is not None:
-        p = p * _load_scales(v_scales_ref, rows, token, live, plan)[None, :]
-    v = _load_features(v_ref, rows, token, live, plan).astype(q.dtype)
+        p = p * _load_scales(v_scales_ref, rows, token, live, launch)[None, :]
+    v = _load_features(v_ref, rows, token, live, launch).astype(q.dtype)
     return new_top, total, acc * decay[:, None] + _dot(p.astype(q.dtype), v, 0)
 
 
-def _attend_kernel(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref, *rest, plan: Plan):
+def _attend_kernel(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref, *rest, launch: Launch):
     """Writes one split's normalised result f32[tile_rows, padded_dim] and lse f32[tile_rows] (natural log)."""
     k_scales_ref, v_scales_ref, out_ref, lse_ref = rest if len(rest) == 4 else (None, None, *rest)
     row_tile, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    row, tile = row_tile // plan.tiles, row_tile % plan.tiles
-    length = jnp.clip(lengths_ref[row], 0, plan.pages_per_seq * plan.page_size)
-    query, group, last, first, lo, hi = tile_positions(plan, tile, length, num_queries_ref[row])
-    shape = (plan.config.tile_rows, plan.padded_dim)
+    row, tile = row_tile // launch.tiles, row_tile % launch.tiles
+    length = jnp.clip(lengths_ref[row], 0, launch.pages_per_seq * launch.page_size)
+    query, group, last, first, lo, hi = tile_positions(launch, tile, length, num_queries_ref[row])
+    shape = (launch.config.tile_rows, launch.padded_dim)
     feature = lax.broadcasted_iota(jnp.int32, shape, 1)
     spread = lambda x: lax.broadcast_in_dim(x, shape, (0,))
-    index = (jnp.full(shape, row), spread(query), spread(head * plan.q_per_kv + group), feature)
-    q = plgpu.load(q_ref.at[index], mask=spread(query < plan.queries) & (feature < plan.head_dim), other=0)
-    begin, end = block_range(plan, split, lo, hi)
+    index = (jnp.full(shape, row), spread(query), spread(head * launch.q_per_kv + group), feature)
+    q = plgpu.load(q_ref.at[index], mask=spread(query < launch.queries) & (feature < launch.head_dim), other=0)
+    begin, end = block_range(launch, split, lo, hi)
 
     @pl.when(begin < end)
     def _():
         refs = (k_ref, v_ref, tables_ref, k_scales_ref, v_scales_ref)
-        step = functools.partial(_block_step, plan, refs, q, (row, head), (last, first, lo, hi))
+        step = functools.partial(_block_step, launch, refs, q, (row, head), (last, first, lo, hi))
         start = (
             jnp.full(shape[:1], _LOWEST, jnp.float32),
             jnp.zeros(shape[:1], jnp.float32),
@@ -232,14 +132,14 @@ def _attend_kernel(q_ref, k_ref, v_ref, tables_ref, lengths_ref, num_queries_ref
         lse_ref.at[(*full(shape[:1]), rows)][...] = lse
 
 
-def _merge_kernel(partial_ref, partial_lse_ref, lengths_ref, num_queries_ref, *rest, plan: Plan):
+def _merge_kernel(partial_ref, partial_lse_ref, lengths_ref, num_queries_ref, *rest, launch: Launch):
     """Merges the live splits of one tile and kv head in order; dead rows give 0 and -inf."""
     sinks_ref, out_ref, lse_ref = rest if len(rest) == 3 else (None, *rest)
     row_tile, head = pl.program_id(0), pl.program_id(1)
-    row, tile = row_tile // plan.tiles, row_tile % plan.tiles
-    length = jnp.clip(lengths_ref[row], 0, plan.pages_per_seq * plan.page_size)
-    _, group, last, _, lo, hi = tile_positions(plan, tile, length, num_queries_ref[row])
-    shape = (plan.config.tile_rows, plan.padded_dim)
+    row, tile = row_tile // launch.tiles, row_tile % launch.tiles
+    length = jnp.clip(lengths_ref[row], 0, launch.pages_per_seq * launch.page_size)
+    _, group, last, _, lo, hi = tile_positions(launch, tile, length, num_queries_ref[row])
+    shape = (launch.config.tile_rows, launch.padded_dim)
     rows, feature = lax.iota(jnp.int32, shape[0]), lax.broadcasted_iota(jnp.int32, shape, 1)
     spread = lambda x: lax.broadcast_in_dim(x, shape, (0,))
 
@@ -259,10 +159,10 @@ def _merge_kernel(partial_ref, partial_lse_ref, lengths_ref, num_queries_ref, *r
         jnp.zeros(shape[:1], jnp.float32),
         jnp.zeros(shape, jnp.float32),
     )
-    per_split = plan.config.split_tokens
+    per_split = launch.config.split_tokens
     top, total, acc = lax.fori_loop(lo // per_split, (hi + per_split - 1) // per_split, step, start)
     if sinks_ref is not None:
-        sinks = sinks_ref[head * plan.q_per_kv + group].astype(jnp.float32)
+        sinks = sinks_ref[head * launch.q_per_kv + group].astype(jnp.float32)
         new_top = jnp.maximum(top, sinks)
         decay = jnp.exp(top - new_top)
         top, total, acc = new_top, total * decay + jnp.exp(sinks - new_top), acc * spread(decay)
@@ -288,34 +188,31 @@ def paged_attention_triton(
 
     Returns:
       out [batch, queries, heads, head_dim] in q.dtype and lse f32[batch, queries, heads].
-
-    Raises:
-      NotImplementedError: a pool whose offsets would overflow; see `check_offsets`.
     """
-    plan = make_plan(problem, options, config)
+    launch = make_launch(problem, options, config)
     batch = problem.q.shape[0]
-    per_page, row_tokens = plan.page_size // plan.row_tokens, plan.row_tokens
-    count = plan.num_pages * plan.kv_heads * per_page
-    view = lambda pages: pages.reshape(count, row_tokens, plan.head_dim)
+    per_page, row_tokens = launch.page_size // launch.row_tokens, launch.row_tokens
+    count = launch.num_pages * launch.kv_heads * per_page
+    view = lambda pages: pages.reshape(count, row_tokens, launch.head_dim)
     scales = [x.reshape(count, row_tokens) for x in (problem.k_scales, problem.v_scales) if x is not None]
-    head = (batch * plan.tiles, plan.kv_heads)
-    tile = (config.tile_rows, plan.padded_dim)
+    head = (batch * launch.tiles, launch.kv_heads)
+    tile = (config.tile_rows, launch.padded_dim)
     params = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     f32 = jnp.float32
     rows = (problem.lengths, problem.num_queries)
     partial, partial_lse = pl.pallas_call(
-        functools.partial(_attend_kernel, plan=plan),
-        grid=(*head, plan.splits),
+        functools.partial(_attend_kernel, launch=launch),
+        grid=(*head, launch.splits),
         out_shape=(
-            jax.ShapeDtypeStruct((*head, plan.splits, *tile), f32),
-            jax.ShapeDtypeStruct((*head, plan.splits, tile[0]), f32),
+            jax.ShapeDtypeStruct((*head, launch.splits, *tile), f32),
+            jax.ShapeDtypeStruct((*head, launch.splits, tile[0]), f32),
         ),
         compiler_params=params,
         interpret=interpret,
         name="paged_attention",
     )(problem.q, view(problem.k_pages), view(problem.v_pages), problem.block_tables, *rows, *scales)
     out, lse = pl.pallas_call(
-        functools.partial(_merge_kernel, plan=plan),
+        functools.partial(_merge_kernel, launch=launch),
         grid=head,
         out_shape=(
             jax.ShapeDtypeStruct((*head, *tile), problem.q.dtype),
@@ -325,13 +222,4 @@ def paged_attention_triton(
         interpret=interpret,
         name="paged_attention_merge",
     )(partial, partial_lse, *rows, *(() if problem.sinks is None else (problem.sinks,)))
-    return ungroup(out[..., : plan.head_dim], plan, batch), ungroup(lse, plan, batch)
-
-
-def ungroup(x: jax.Array, plan: Plan, batch: int) -> jax.Array:
-    """[batch * tiles, kv_heads, tile_rows, ...] -> [batch, queries, heads, ...], the padding rows cut off."""
-    tail = x.shape[3:]
-    x = x.reshape(batch, plan.tiles, plan.kv_heads, plan.config.tile_rows, *tail)
-    x = jnp.moveaxis(x, 2, 1).reshape(batch, plan.kv_heads, plan.tiles * plan.config.tile_rows, *tail)
-    x = x[:, :, : plan.rows].reshape(batch, plan.kv_heads, plan.queries, plan.q_per_kv, *tail)
-    return jnp.moveaxis(x, 2, 1).reshape(batch, plan.queries, plan.heads, *tail)
+    return ungroup(out[..., : launch.head_dim], launch, batch), ungroup(lse, launch, batch)

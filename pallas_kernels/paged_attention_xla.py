@@ -1,11 +1,11 @@
 """Paged attention in plain XLA: the CPU's fast path, the fallback elsewhere, and the backward pass of every implementation.
 
-Every row splits its keys at multiples of a block's tokens, absolute positions, whatever its mates, table or page size. The blocks
-that rows hold form one line, first blocks first and within them the rows with most blocks first. A `while` loop takes so many from it
-a turn, each as a softmax of its own, in float32, and merges them into their rows' results, the first blocks first:
+Every row splits its keys at multiples of a block's tokens, absolute positions, whatever the other rows, its table or the page size. The
+blocks that rows hold are scheduled first blocks first and within them the rows with most blocks first. A `while` loop takes so many of
+them a turn, each as a softmax of its own, in float32, and merges them into their rows' results, the first blocks first:
 
-    blocks held    row 5 |0|1|2|3|      the line    | 5.0  2.0  0.0 | 7.0  5.1  2.1 | 5.2  2.2  5.3 |
-                   row 2 |0|1|2|                       first turn       second          third
+    blocks held    row 5 |0|1|2|3|      the schedule    | 5.0  2.0  0.0 | 7.0  5.1  2.1 | 5.2  2.2  5.3 |
+                   row 2 |0|1|2|                           first turn       second          third
                    row 0 |0|
                    row 7 |0|            (three blocks a turn here; merged one after the other: 7.0 and then 5.1, 2.1)
 
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.key_blocks import (
-    Line,
+    BlockSchedule,
     Problem,
     Queries,
     gather_block,
@@ -39,10 +39,10 @@ from pallas_kernels.options import AttentionOptions
 BLOCK_TOKENS = 64
 LONG_BLOCK_TOKENS, MANY_QUERY_HEADS = 256, 256
 """Tokens of a block where so many query heads share a product, as in prefill: what is carried from block to block is then as large
-as a block's keys, and fewer blocks pass it on less often (a prompt of 1,024 tokens: 0.87 s instead of 1.04)."""
+as a block's keys, and fewer blocks pass it on less often (docs/measurements.md, "Keys per block for a prompt")."""
 
 TURN_BYTES = 3 * 2**19
-"""Keys that one turn gathers, at most: somewhat more than one core's L2 cache holds. At least one block."""
+"""Most bytes of keys that one turn gathers: somewhat more than one core's L2 cache holds. A turn takes one block at least."""
 
 MIN_PRODUCT_ROWS = 8
 """Query heads per product that deterministic mode aims for: with fewer, CPU products do not get faster."""
@@ -54,8 +54,8 @@ def scores(q: jax.Array, k: jax.Array, k_scale: jax.Array | None, options: Atten
     """f32[n, m, tokens] scaled and capped scores of q [n, m, head_dim] and k [n, tokens, head_dim].
 
     The longer operand stands on the left: XLA's CPU products repack all of the right one. The barrier keeps the transpose from
-    being folded into the product, which would swap them back. In bfloat16 they repack neither, and with keys on the right 192
-    blocks of 64 keys and 3 queries take 40 us instead of 100.
+    being folded into the product, which would swap them back. In bfloat16 they repack neither, and keys on the right are faster
+    (docs/measurements.md, "Operand order in attention").
     """
     k = k.astype(q.dtype)
     if q.shape[1] < k.shape[1] and q.dtype != jnp.bfloat16:
@@ -91,8 +91,8 @@ def tree_sum(x: jax.Array) -> jax.Array:
 def decay_of(x: jax.Array) -> jax.Array:
     """exp of differences that are never positive, in plain arithmetic: exactly 1 at 0, within 2e-7 of exp, above -87.
 
-    With XLA's own exponential the last bit of a row depended on how many rows its tile had (jaxlib 0.12, a few numbers in ten
-    thousand). The keys of a block fill whole vectors; one number per query does not.
+    With XLA's own exponential of one number per query, the last bit of a row depended on how many rows its tile had
+    (docs/measurements.md, "An exponential may depend on the number of rows"). The keys of a block are whole vectors, and were not affected.
     Source: the reduction and polynomial of Cephes' expf.
     """
     x = jnp.maximum(x, -87.0)
@@ -105,8 +105,8 @@ def decay_of(x: jax.Array) -> jax.Array:
     return (y * (r * r) + r + 1.0) * scale
 
 
-def _attend_blocks(problem: Problem, options: AttentionOptions, q: jax.Array, part: Line, block: int) -> tuple:
-    """A part of the line as if there were no other blocks: the greatest score and the sum of exponentials f32[n, m], and values
+def _attend_blocks(problem: Problem, options: AttentionOptions, q: jax.Array, part: BlockSchedule, block: int) -> tuple:
+    """A part of the schedule as if there were no other blocks: the greatest score and the sum of exponentials f32[n, m], and values
     weighted by these f32[n, m, head_dim]; q [n, m, head_dim], with n = blocks * kv_heads."""
     _, kv_heads, _, _ = shape = problem.k_pages.shape
     q_per_kv = problem.q.shape[2] // kv_heads
@@ -133,10 +133,8 @@ def _merged(old: tuple, new: tuple) -> tuple:
 
 
 def blocks_per_turn(rows: int, nbytes: int) -> int:
-    """How many blocks of `nbytes` are computed together. More save turns, but stay empty where the line is short; as measured: for
-    16 rows of 16 to 600 tokens SmolLM2's attention takes 25 ms with 12, 20 with 32; a step of one bfloat16 row of 1,024 tokens 18 ms
-    with 1, 16 with 4; of 64 tokens, where all but one are empty, the same.
-    """
+    """How many blocks of `nbytes` are computed together: more of them save turns, but stay empty where rows hold few
+    (docs/measurements.md, "Blocks per turn")."""
     return max(1, min(TURN_BYTES // nbytes, 4 if rows <= 4 else 2 * rows))
 
 
@@ -153,33 +151,33 @@ def _attend_rows(
     block = LONG_BLOCK_TOKENS if not options.deterministic and m >= MANY_QUERY_HEADS else BLOCK_TOKENS
     turn = blocks_per_turn(count, kv_heads * head_dim * max(block * problem.k_pages.dtype.itemsize, m * 4))
     q = group_queries(problem.q, kv_heads).reshape(count, kv_heads, m, head_dim)
-    line = Line.of(problem, queries, owner, block, turn)
+    schedule = BlockSchedule.of(problem, queries, owner, block, turn)
     place = lax.iota(jnp.int32, turn)
 
     def take_turn(state):
         """The blocks from place `at` on."""
         at, carry = state
-        part = line.part(at, turn)
+        part = schedule.part(at, turn)
         parts = _attend_blocks(problem, options, take_rows(q, part.row).reshape(turn * kv_heads, m, head_dim), part, block)
         parts = tuple(x.reshape(turn, kv_heads, *x.shape[1:]) for x in parts)
 
         def merge(state):
             """One level's blocks, which belong to rows next to each other; the carry has room for the others beside them."""
             level, carry = state
-            use = (at + place >= line.before[level]) & (at + place < line.before[level + 1])
-            window = turn + at - line.before[level]
+            use = (at + place >= schedule.before[level]) & (at + place < schedule.before[level + 1])
+            window = turn + at - schedule.before[level]
             old = tuple(lax.dynamic_slice_in_dim(x, window, turn) for x in carry)
             new = (jnp.where(jnp.expand_dims(use, range(1, x.ndim)), y, x) for x, y in zip(old, _merged(old, parts)))
             return level + 1, tuple(lax.dynamic_update_slice_in_dim(x, y, window, 0) for x, y in zip(carry, new))
 
-        last = jnp.minimum(at + turn, line.before[-1])
-        _, carry = lax.while_loop(lambda state: line.before[state[0]] < last, merge, (part.level[0], carry))
+        last = jnp.minimum(at + turn, schedule.before[-1])
+        _, carry = lax.while_loop(lambda state: schedule.before[state[0]] < last, merge, (part.level[0], carry))
         return at + turn, carry
 
     shape = (count + 2 * turn, kv_heads, m)
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
-    _, (top, total, acc) = lax.while_loop(lambda state: state[0] < line.before[-1], take_turn, (jnp.int32(0), start))
-    back = turn + jnp.argsort(line.order).astype(jnp.int32)
+    _, (top, total, acc) = lax.while_loop(lambda state: state[0] < schedule.before[-1], take_turn, (jnp.int32(0), start))
+    back = turn + jnp.argsort(schedule.order).astype(jnp.int32)
     acc = take_rows(acc, back).reshape(count, kv_heads, m, head_dim)
     results = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, width) for x in (top[back], total[back], acc))
     return _finish(problem, queries.alive(width), *results)
@@ -221,6 +219,9 @@ def paged_attention_xla(problem: Problem, options: AttentionOptions) -> tuple[ja
     Returns:
       out [batch, queries, heads, head_dim] in q.dtype and lse f32[batch, queries, heads].
     """
+    # Behind a barrier, because jaxlib 0.10.2 miscompiles the loops of a single row whose length is a constant: it ran none of them.
+    lengths, num_queries = lax.optimization_barrier((problem.lengths, problem.num_queries))
+    problem = problem._replace(lengths=lengths, num_queries=num_queries)
     batch, queries, heads, head_dim = problem.q.shape
     width = query_tile(queries, heads // problem.k_pages.shape[1], options.deterministic)
     tiles = -(-queries // width)

@@ -1,40 +1,20 @@
-"""New keys and values into their slots of the page pool."""
+"""New keys and values into their slots of the page pool: the public operation checks, and picks the implementation when it is lowered."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import options as opts
-from pallas_kernels.dispatch import choose_implementation
-from pallas_kernels.paged_attention_triton import check_offsets
-from pallas_kernels.write_pages_triton import LARGEST, write_pages_triton
-
-# On CPU, XLA widens a scatter into these dtypes, pool and all, there and back (measured: 90 ms for 25 MB of bfloat16, jaxlib
-# 0.10.2; fp8 also in 0.12). Scattering their bits costs two plain copies of the pool instead (2.5 ms); other dtypes none.
-_WIDENED_ON_CPU = ("float8_e4m3fn", "float8_e5m2") + (("bfloat16",) if jax.__version_info__ < (0, 11) else ())
-
-
-def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Symmetric quantization of each vector along the last axis.
-
-    Args:
-      x: [..., head_dim] floating.
-      dtype: int8, float8_e4m3fn or float8_e5m2.
-
-    Returns:
-      values [..., head_dim] in dtype and scale f32[...] with x ~ values * scale; the largest magnitude maps to the dtype's
-      largest value, and a vector of zeros has scale 1.
-    """
-    largest = LARGEST[jnp.dtype(dtype).name]
-    wide = x.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(wide), axis=-1)
-    scale = jnp.where(peak > 0, peak / largest, 1.0)
-    values = jnp.clip(wide / scale[..., None], -largest, largest)
-    if jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
-        values = jnp.round(values)
-    return values.astype(dtype), scale
+from pallas_kernels.choice import check_name, choose
+from pallas_kernels.dispatch import broadcast, make_operation
+from pallas_kernels.gpu import named_capability
+from pallas_kernels.write_pages_xla import write_pages_xla
 
 
 def slot_indices(shape: tuple[int, ...], pages: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -50,23 +30,47 @@ def slot_indices(shape: tuple[int, ...], pages: jax.Array, offsets: jax.Array) -
     return jnp.where(live[:, None], slots, opts.INT32_MAX).reshape(-1)
 
 
-def _put(pool: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
-    """The pool [num_pages, kv_heads, page_size, *features] with values [tokens, kv_heads, *features] in their slots."""
-    features = pool.shape[3:]
+def _run(platform: str, *arrays: jax.Array, implementation: str | None, capability: str | None) -> tuple[jax.Array, ...]:
+    *pools, k, v, slots = arrays
+    name, _ = choose(implementation, platform, capability, pools[0].shape, pools[0].dtype, writing=True)
+    if name == "xla":
+        return write_pages_xla(tuple(pools), k, v, slots, on_cpu=platform == "cpu")
+    from pallas_kernels.write_pages_triton import write_pages_triton
 
-    def scatter(pool, values):
-        flat = pool.reshape(-1, *features)
-        return flat.at[slots].set(values.reshape(-1, *features), mode="drop").reshape(pool.shape)
+    return write_pages_triton(tuple(pools), k, v, slots, interpret=name.endswith("_interpret"))
 
-    def scatter_bits(pool, values):
-        bits = opts.bits_of(pool.dtype)
-        pool_bits, value_bits = (lax.bitcast_convert_type(x, bits) for x in (pool, values))
-        return lax.bitcast_convert_type(scatter(pool_bits, value_bits), pool.dtype)
 
-    values = values.astype(pool.dtype)
-    if jnp.dtype(pool.dtype).name in _WIDENED_ON_CPU:
-        return lax.platform_dependent(pool, values, cpu=scatter_bits, default=scatter)
-    return scatter(pool, values)
+def _results(*types: jax.ShapeDtypeStruct, **static) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in types[:-3]]
+
+
+def _batch(operation: Callable, size: int, arrays: list, batched: list[bool], **static) -> list[jax.Array]:
+    """Every element of the batch has pools of its own then: they stand one behind the other, and the slots point into them."""
+    *pools, k, v, slots = broadcast(size, arrays, batched)
+    per_pool = pools[0].shape[1] * pools[0].shape[2] * pools[0].shape[3]
+    if size * per_pool > opts.INT32_MAX:
+        raise ValueError(
+            f"a batch of pools may have at most 2**31 - 1 (page, head, token) slots together, got {size * per_pool}"
+        )
+    slots = jnp.where(slots < per_pool, slots + lax.iota(jnp.int32, size)[:, None] * per_pool, opts.INT32_MAX)
+    out = operation(*(x.reshape(-1, *x.shape[2:]) for x in (*pools, k, v, slots)), **static)
+    return [new.reshape(pool.shape) for new, pool in zip(out, pools)]
+
+
+_operation = make_operation("write_pages", run=_run, results=_results, batch=_batch)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _write(
+    pools: tuple, k: jax.Array, v: jax.Array, slots: jax.Array, implementation: str | None, capability: str | None
+) -> tuple[jax.Array, ...]:
+    return tuple(_operation(*pools, k, v, slots, implementation=implementation, capability=capability))
+
+
+@_write.defjvp
+def _write_tangent(implementation: str | None, capability: str | None, primals: tuple, tangents: tuple) -> tuple:
+    """Values by the implementation chosen, derivatives of the plain scatter."""
+    return _write(*primals, implementation, capability), jax.jvp(write_pages_xla, primals, tangents)[1]
 
 
 def write_pages(
@@ -89,27 +93,21 @@ def write_pages(
       pages: i32[tokens], the page of each token; 0 (the null page) or anything out of range: the token is dropped.
       offsets: i32[tokens] in [0, page_size), the slot within the page. No live slot may be named twice.
       k_scales, v_scales: f32[num_pages, kv_heads, page_size], with quantized pages only; written too.
-      implementation: "xla", "triton", "triton_interpret", or None for the best one of the default platform.
+      implementation: as of `paged_attention`: "xla", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the best one
+        of the platform that the program is lowered for. There is one GPU writer, Triton's, which also goes with "mosaic".
 
     Returns:
       (k_pages, v_pages), or (k_pages, v_pages, k_scales, v_scales) with quantized pages.
 
     Raises:
       ValueError: a shape or dtype is wrong.
-      NotImplementedError: the implementation asked for by name cannot run here.
+      NotImplementedError: the implementation asked for by name cannot run on the platform that is lowered for, or cannot take such pages.
     """
     opts.check_pages(k_pages, v_pages, k_scales, v_scales)
     opts.check_writes(k_pages, k, v, pages, offsets)
+    check_name(implementation, k_pages.shape, k_pages.dtype, writing=True)
     slots = slot_indices(k_pages.shape, pages, offsets)
     pools = (k_pages, v_pages) if k_scales is None or v_scales is None else (k_pages, v_pages, k_scales, v_scales)
-    if implementation is not None and implementation.startswith("mosaic"):
-        raise NotImplementedError(f"write_pages has no {implementation!r} implementation; use 'triton' or 'xla'")
-    name = choose_implementation(implementation, k_pages.shape, k_pages.dtype)
-    if name.startswith("triton"):
-        check_offsets(k_pages.shape, k_pages.dtype.itemsize)
-        return write_pages_triton(pools, k, v, slots, interpret=name == "triton_interpret")
-    new = (k, v)
-    if len(pools) == 4:
-        (k, k_scale), (v, v_scale) = quantize(k, k_pages.dtype), quantize(v, v_pages.dtype)
-        new = (k, v, k_scale, v_scale)
-    return tuple(_put(pool, values, slots) for pool, values in zip(pools, new))
+    if 0 in k.shape:
+        return pools
+    return cast(tuple[jax.Array, ...], _write(pools, k, v, slots, implementation, named_capability()))

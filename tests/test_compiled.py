@@ -15,7 +15,6 @@ import pytest
 
 import jaxkv
 from jaxkv import PagedKVCache, Sampling
-from jaxkv.ops import products
 
 NUM_PAGES, PAGE, ROWS, CHUNK = 1237, 4, 3, 16
 POOL = NUM_PAGES * 2 * PAGE * 8  # elements of one layer's k_pages
@@ -91,11 +90,11 @@ def new_cache(model: jaxkv.Decoder) -> PagedKVCache:
     return PagedKVCache.create(model.config, num_pages=NUM_PAGES, page_size=PAGE, max_seqs=ROWS, max_seq_len=64)
 
 
-def compiled_generate(model: jaxkv.Decoder, **options: Any) -> Program:
+def compiled_generate(model: jaxkv.Decoder, prompts: int = 5, **options: Any) -> Program:
     options = {"max_new_tokens": 8, "page_size": PAGE, "num_pages": NUM_PAGES, "max_seqs": ROWS, **options}
     run = jax.jit(lambda m, p, n, k: jaxkv.generate(m, p, n, key=k, **options))
-    tokens = decoders.random_tokens(0, 5, CHUNK)
-    return Program(run.lower(model, tokens, jnp.full(5, 9, jnp.int32), jax.random.key(0)).compile())
+    tokens = decoders.random_tokens(0, prompts, CHUNK)
+    return Program(run.lower(model, tokens, jnp.full(prompts, 9, jnp.int32), jax.random.key(0)).compile())
 
 
 def test_the_parser_sees_a_copy_when_there_is_one():
@@ -156,14 +155,16 @@ class TestPool:
 
 
 class TestProducts:
-    @pytest.mark.parametrize("deterministic", [False, True])
-    def test_the_weight_is_the_left_operand(self, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
-        """On the right, every product on CPU repacks the whole weight."""
+    @pytest.mark.parametrize(("deterministic", "dtype"), [(False, "float32"), (True, "bfloat16")])
+    def test_the_weight_is_the_left_operand(self, deterministic: bool, dtype: str):
+        """On the right, every product on CPU repacks the whole weight. So many rows are products, and tiles of bfloat16."""
         if jax.default_backend() != "cpu":
             pytest.skip("other backends like the weight on the right")
-        monkeypatch.setattr(products, "SUMS_ARE_FAST", False)  # so that few rows are products, too
-        model = decoders.decoder(hidden_size=40, intermediate_size=56, head_dim=16, rope=jaxkv.Rope(rotary_dim=16))
-        program = compiled_generate(model, deterministic=deterministic)
+        rows = 70
+        sizes = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 16, "rope": jaxkv.Rope(rotary_dim=16)}
+        program = compiled_generate(
+            decoders.decoder(dtype=dtype, **sizes), rows, max_seqs=rows, deterministic=deterministic, prefill_chunk=32
+        )
         weights = {"qkv": (2 * 4 * 16, 40), "out": (40, 64), "up": (2 * 56, 40), "down": (40, 56), "head": (decoders.VOCAB, 40)}
         shapes = {}
         for line in (i.line for i in program.everything):

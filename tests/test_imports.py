@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "families": "config",
     "model": "config sharding ops cache pallas_kernels",
     "weights": "config sharding families model",
-    "decode": "config ops cache model",
+    "decode": "config ops cache model pallas_kernels",
     "rl": "config ops model decode",
     "text": "",
     "viz": "config cache model decode",

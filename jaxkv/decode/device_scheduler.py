@@ -74,7 +74,7 @@ def _chunk_pays(job: Job, run: Run, chunk: Chunk) -> Array:
     waited so long that the rows they keep idle cost more than the empty part of the chunk.
 
     A step's chunk costs the same however full it is. A row that waits for one step wastes its share of the step's reading of the
-    weights, and its own work: as much as `idle_cost` prompt tokens cost ("A row that waits" in docs/measurements.md).
+    weights, and its own work: as much as `idle_cost` prompt tokens cost (docs/measurements.md, "Cost of a waiting row").
     """
     idle_cost = 2 + 32 // run.cache.max_seqs
     missing = run.missing(job)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxkv.ops.products import in_row_tiles
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +156,7 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
 
 
 BLOCK = 512
-"""Entries of a row that are searched together, and then the blocks' greatest ("Greatest of a long row" in docs/measurements.md)."""
+"""Entries of a row that are searched together, and then the blocks' greatest (docs/measurements.md, "Argmax over the vocabulary")."""
 
 
 def _first_greatest(x: Float[Array, "rows n"]) -> Int[Array, " rows"]:

@@ -18,8 +18,8 @@ from jaxkv.model.attend import Dense
 from jaxkv.model.layers import Angles, Attend, Layer, make_norm, new_param, value
 from jaxkv.model.rotary import rotary_tables
 from jaxkv.model.segments import Paged, Segment
+from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import DEFAULT, Numerics
-from jaxkv.ops.products import linear
 from jaxkv.sharding import check_mesh, sharding_of
 
 

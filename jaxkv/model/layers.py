@@ -20,8 +20,9 @@ from jaxkv.cache.pages import Pages
 from jaxkv.config import Activation, ModelConfig
 from jaxkv.model.attend import AttentionSpec
 from jaxkv.model.rotary import rotate
+from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import Numerics
-from jaxkv.ops.products import in_row_tiles, linear
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.config import Rope
-from jaxkv.ops.products import apart
+from pallas_kernels.row_tiles import unfused
 
 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
@@ -55,7 +55,7 @@ def rotary_tables(
         freq = 1.0 / (base[:, None] ** pairs[None, :])
     angles = positions.astype(jnp.float32)[:, None] * freq
     # Unfused, because XLA on CPU would compute cosine and sine again for every head of every layer.
-    cos, sin = apart(lambda a: jnp.stack([jnp.cos(a), jnp.sin(a)]) * rope.attention_factor, angles)
+    cos, sin = unfused(lambda a: jnp.stack([jnp.cos(a), jnp.sin(a)]) * rope.attention_factor, angles)
     return cos, sin
 
 

@@ -106,11 +106,18 @@ class Paged:
         dtype = q.dtype if pages.quantized else pages.k.dtype
         with jax.named_scope("write_pages"):
             k, v = k.astype(dtype), v.astype(dtype)
-            pages = Pages(
-                *pallas_kernels.write_pages(
-                    pages.k, pages.v, k, v, self.pages, self.offsets, k_scales=pages.k_scales, v_scales=pages.v_scales
-                )
+            written = pallas_kernels.write_pages(
+                pages.k,
+                pages.v,
+                k,
+                v,
+                self.pages,
+                self.offsets,
+                k_scales=pages.k_scales,
+                v_scales=pages.v_scales,
+                implementation=self.numerics.implementation,
             )
+            pages = Pages(*written)
         parts, start = [], 0
         for segment, block_tables in zip(self.segments, self.block_tables):
             stop = start + segment.num_tokens

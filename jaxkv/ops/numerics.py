@@ -12,8 +12,8 @@ class Numerics:
     What attends carries it (`Dense`, `Paged`); products, norms and logits read it there.
 
     Args:
-      implementation: of attention and of the writing of pages, see `pallas_kernels.paged_attention`; None is the best one of the
-        platform. Products have no GPU kernel of their own: they are XLA's with every one of these.
+      implementation: of all three operations, see `pallas_kernels.paged_attention`; None is the best one of the platform. Mosaic's
+        kernel has Triton's writer, and products, which have no GPU kernel of their own, are XLA's with all of them.
       deterministic: rows are computed in tiles of fixed size and attention splits at fixed positions, so that a row's bits depend on
         its own tokens alone.
 
@@ -27,6 +27,11 @@ class Numerics:
     def __post_init__(self):
         if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {self.implementation!r}")
+
+    @property
+    def product(self) -> str | None:
+        """The implementation of products that goes with `implementation`."""
+        return None if self.implementation is None else "xla"
 
 
 DEFAULT = Numerics()

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import paged_attention
-from pallas_kernels.paged_attention_mosaic import mosaic_refusal
+from pallas_kernels.choice import mosaic_refusal
 from pallas_kernels.tools.compile_report import CompileCase, compile_cases, missing_tools
 from pallas_kernels.tools.targets import TARGETS, Target
 

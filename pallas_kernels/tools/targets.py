@@ -11,6 +11,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.gpu import gpu_mesh
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -84,13 +86,5 @@ def target_sharding(target: Target) -> NamedSharding:
 
 
 def target_mesh(target: Target) -> jax.sharding.AbstractMesh:
-    """The abstract mesh to trace and lower under, which tells us and (from jax 0.11 on) Pallas the target's capability."""
-    from jax.sharding import AbstractDevice
-
-    @dataclasses.dataclass(frozen=True)
-    class Device(AbstractDevice):
-        compute_capability: str = target.capability
-
-    device = Device(device_kind=target.kind, num_cores=None, platform="cuda")
-    axis_types = (jax.sharding.AxisType.Auto,)
-    return jax.sharding.AbstractMesh((1,), ("x",), axis_types=axis_types, abstract_device=device)
+    """The abstract mesh to trace and lower under."""
+    return gpu_mesh(target.kind, target.capability)

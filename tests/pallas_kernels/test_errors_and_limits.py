@@ -9,10 +9,11 @@ from kernel_oracle import dense_attention, make_case
 
 import pallas_kernels
 from pallas_kernels import key_blocks, options, paged_attention_xla
-from pallas_kernels.config import KernelConfig, generation_of, kernel_config
+from pallas_kernels.choice import triton_refusal
+from pallas_kernels.config import MOSAIC_BLOCK_TOKENS as BLOCK_TOKENS
+from pallas_kernels.config import KernelConfig, generation_of, kernel_config, mosaic_config
+from pallas_kernels.launch import make_launch
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_attention_mosaic import BLOCK_TOKENS, mosaic_config
-from pallas_kernels.paged_attention_triton import check_offsets, make_plan
 from pallas_kernels.tools.targets import TARGETS, target_mesh
 from pallas_kernels.tools.traffic import bytes_read, mosaic_slot_reads, slot_reads
 from pallas_kernels.write_pages_op import slot_indices
@@ -89,12 +90,18 @@ def test_configurations_are_checked():
 
 def test_pools_whose_triton_offsets_would_overflow():
     """jax's Triton lowering takes 32-bit element offsets up to 2**32 bytes: one-byte pools wrap above 2**31 elements."""
-    check_offsets((2**20, 8, 2, 128), 1)  # 2**31 elements: the last offset is 2**31 - 1
-    with pytest.raises(NotImplementedError, match="overflow int32"):
-        check_offsets((2**20 + 1, 8, 2, 128), 1)
-    check_offsets((2**21 + 1, 8, 2, 128), 1)  # above 2**32 bytes offsets are 64 bits wide
-    check_offsets((2**20, 8, 2, 128), 2)
-    check_offsets((2**20 + 1, 8, 2, 128), 2)
+    refused = lambda shape, dtype: triton_refusal(shape, dtype) is not None
+    assert not refused((2**20, 8, 2, 128), "int8")  # 2**31 elements: the last offset is 2**31 - 1
+    assert "overflow int32" in (triton_refusal((2**20 + 1, 8, 2, 128), "int8") or "")
+    assert not refused((2**21 + 1, 8, 2, 128), "int8")  # above 2**32 bytes offsets are 64 bits wide
+    assert not refused((2**20, 8, 2, 128), "bfloat16") and not refused((2**20 + 1, 8, 2, 128), "bfloat16")
+    pool = jax.ShapeDtypeStruct((2**20 + 1, 8, 2, 128), jnp.int8)
+    scales, new, index = (
+        jax.ShapeDtypeStruct(*x) for x in ((pool.shape[:3], "float32"), ((3, 8, 128), "float32"), ((3,), "int32"))
+    )
+    call = lambda *a: pallas_kernels.write_pages(*a[:6], k_scales=a[6], v_scales=a[6], implementation="triton_interpret")
+    with pytest.raises(NotImplementedError, match="triton_interpret.*overflow int32"):
+        jax.eval_shape(call, pool, pool, new, new, index, index, scales)
 
 
 def test_slots_near_the_limit_of_int32():
@@ -127,8 +134,8 @@ def test_every_live_page_is_read_once(window, page_size):
     settings = AttentionOptions(scale=1.0, sliding_window=window)
     config = kernel_config("sm_90", head_dim=head_dim, page_dtype="bfloat16", rows=4)
     fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
-    plan = make_plan(key_blocks.Problem(*fields, None, None, None), settings, config)
-    reads = slot_reads(plan, case.lengths, case.num_queries)
+    launch = make_launch(key_blocks.Problem(*fields, None, None, None), settings, config)
+    reads = slot_reads(launch, case.lengths, case.num_queries)
     for row, length in enumerate(case.lengths):
         first = 0 if window is None else max(0, int(length) - window)
         want = np.zeros(reads.shape[1], int)
@@ -136,7 +143,7 @@ def test_every_live_page_is_read_once(window, page_size):
         assert (reads[row] == want).all(), f"length {length}"
     pages = sum(-(-int(n) // page_size) - (0 if window is None else max(0, int(n) - window) // page_size) for n in case.lengths)
     limit = 2 * pages * page_size * 2 * head_dim * itemsize
-    total = bytes_read(plan, case.lengths, case.num_queries, itemsize)
+    total = bytes_read(launch, case.lengths, case.num_queries, itemsize)
     partial = 2 * 2 * page_size * len(case.lengths) * 2 * head_dim * itemsize  # a part of the first and last page each
     assert limit - partial <= total <= limit
 
@@ -148,8 +155,8 @@ def test_every_live_page_is_copied_once_by_mosaic(window, page_size):
     case = make_case(lengths=(0, 1, 16, 300, 1500), page_size=page_size, kv_heads=2, q_per_kv=4)
     fields = (case.q, case.k_pages, case.v_pages, case.block_tables, case.lengths, case.num_queries)
     settings = AttentionOptions(scale=1.0, sliding_window=window)
-    plan = make_plan(key_blocks.Problem(*fields, None, None, None), settings, mosaic_config("sm_90"))
-    reads, null = mosaic_slot_reads(plan, case.lengths, case.num_queries)
+    launch = make_launch(key_blocks.Problem(*fields, None, None, None), settings, mosaic_config("sm_90"))
+    reads, null = mosaic_slot_reads(launch, case.lengths, case.num_queries)
     piece = min(page_size, BLOCK_TOKENS)
     for row, length in enumerate(case.lengths):
         first = 0 if window is None else max(0, int(length) - window)

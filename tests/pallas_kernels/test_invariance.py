@@ -1,4 +1,4 @@
-"""A row's bits do not depend on its mates, the table's width, the page size or how many queries run with it."""
+"""A row's bits do not depend on the other rows, the table's width, the page size or how many queries run with it."""
 
 import numpy as np
 import pytest
@@ -31,10 +31,10 @@ def rows(batch, *, page_size=16, widen=1, kv_heads=2, q_per_kv=3, dtype="float32
     pages = pages.astype(DTYPES[dtype])
     tables = np.full((batch, count * widen), -3, np.int32)
     tables[:, :count] = ids
-    mates = np.random.default_rng(batch)
+    others = np.random.default_rng(batch)
     at = batch // 2
-    lengths = mates.integers(0, LENGTH, batch).astype(np.int32)
-    every = mates.standard_normal((batch, queries, kv_heads * q_per_kv, HEAD_DIM)).astype(DTYPES[dtype])
+    lengths = others.integers(0, LENGTH, batch).astype(np.int32)
+    every = others.standard_normal((batch, queries, kv_heads * q_per_kv, HEAD_DIM)).astype(DTYPES[dtype])
     end = LENGTH if ends is None else ends
     real = min(queries, end)
     lengths[at] = end
@@ -51,7 +51,7 @@ def rows(batch, *, page_size=16, widen=1, kv_heads=2, q_per_kv=3, dtype="float32
         ("triton_interpret", "bfloat16", False),
     ],
 )
-def test_batch_mates_and_table_width(implementation, dtype, deterministic):
+def test_other_rows_and_table_width(implementation, dtype, deterministic):
     """Regression: XLA's sum over the last axis is cut among threads by the number of rows, and its float32 bits with it."""
 
     def bits(batch, widen):
@@ -66,7 +66,7 @@ def test_batch_mates_and_table_width(implementation, dtype, deterministic):
 
 @pytest.mark.parametrize("kv_heads, q_per_kv", [(1, 1), (4, 1), (1, 8), (3, 3), (4, 4)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_batch_mates_on_other_head_counts(kv_heads, q_per_kv, deterministic):
+def test_other_rows_on_other_head_counts(kv_heads, q_per_kv, deterministic):
     """Regression: with one query per kv head the products are with vectors, whose bits changed with 64 rows in jaxlib 0.12."""
 
     def bits(batch):
@@ -78,7 +78,7 @@ def test_batch_mates_on_other_head_counts(kv_heads, q_per_kv, deterministic):
         assert bits(batch) == alone, f"batch {batch}"
 
 
-def test_batch_mates_of_a_row_with_many_queries():
+def test_other_rows_beside_one_with_many_queries():
     def bits(batch, **changes):
         case, at = rows(batch, queries=100, **changes)
         return tuple(x[at].tobytes() for x in run(case, "xla"))
@@ -125,7 +125,7 @@ def test_deterministic_decode_equals_prefill(implementation, dtype, kv_heads, q_
 )
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_xla_turns_leave_no_trace(rows, options, monkeypatch):
-    """A few blocks of the line a turn: every row's bits are those of more at once, with rows that meet in a turn or do not."""
+    """A few blocks of the schedule a turn: every row's bits are those of more at once, with rows that meet in a turn or do not."""
     kv_heads, head_dim = 2, 64
     case = make_case(lengths=(64, 0, 300, 1, 129, 65, 500, 17), kv_heads=kv_heads, head_dim=head_dim, **options)
     want = run(case, "xla")

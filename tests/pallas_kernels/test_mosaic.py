@@ -11,7 +11,7 @@ import pytest
 from kernel_calls import check, run
 from kernel_oracle import make_case
 
-from pallas_kernels.paged_attention_mosaic import mosaic_refusal
+from pallas_kernels.choice import mosaic_refusal
 
 modern = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="plgpu.mma came with jax 0.11")
 

@@ -8,7 +8,7 @@ import itertools
 import jax
 import pytest
 
-from pallas_kernels.paged_attention_mosaic import mosaic_refusal
+from pallas_kernels.choice import mosaic_refusal
 from pallas_kernels.tools.compile_report import CompileCase, compile_cases, missing_tools
 from pallas_kernels.tools.targets import TARGETS
 

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from jaxkv import viz
-from jaxkv.cli.generate import encode, use_compilation_cache
+from jaxkv.cli.generate import use_compilation_cache
 from jaxkv.decode.sampling import Sampling
+from jaxkv.text import encode
 from jaxkv.viz.cache_text import cache_text
 from jaxkv.weights import load
 

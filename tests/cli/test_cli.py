@@ -11,8 +11,11 @@ import jax
 import pytest
 from tiny import END, byte_tokenizer, save_model
 
-from jaxkv.cli.generate import Clock, encode, end_tokens, padded, use_compilation_cache
+from jaxkv.cli.generate import use_compilation_cache
 from jaxkv.cli.main import main
+from jaxkv.cli.progress import Clock
+from jaxkv.cli.prompts import padded
+from jaxkv.text import encode, end_tokens
 
 NEW = 8
 FIGURES = re.compile(r"prompt: \d+ tokens.* \| decode: \d+ tokens.* \| pages: \d+ of \d+ tokens \| compile: \d+\.\d s$")
@@ -121,7 +124,7 @@ def test_prompts_of_similar_length_share_a_width() -> None:
 
 def test_the_clock_tells_prefill_and_decode_apart(monkeypatch) -> None:
     times = iter([0.0, 6.0, 7.0, 8.0, 9.0, 10.0])
-    monkeypatch.setattr("jaxkv.cli.generate.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("jaxkv.cli.progress.time.perf_counter", lambda: next(times))
     monkeypatch.setattr(jax.monitoring, "register_event_duration_secs_listener", lambda listener: None)
     clock = Clock()
     clock.ready = 5.0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import blank_stripping_tokenizer, byte_tokenizer
 
-from jaxkv.text.streaming import Answers, Detokenizer, TextStream
+from jaxkv.text import Answers, Detokenizer, TextStream
 
 BYTES, BLANKS = byte_tokenizer(), blank_stripping_tokenizer()
 

@@ -112,6 +112,7 @@ class Answers:
             self._end(index)
 
     def _end(self, index: int) -> None:
+        self._say(index, self._detokenizers[index].finish())
         if self.stream is not None:
             self.stream.end(index)
 

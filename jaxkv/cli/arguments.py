@@ -5,6 +5,8 @@ from typing import NoReturn
 
 from jaxkv import __version__
 
+MOST = 2**31 - 1
+SEED = (-(2**63), 2**63 - 1)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -16,8 +18,8 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def whole_number(least: int):
-    """An argparse type: an integer of at least `least`."""
+def whole_number(least: int, most: int = MOST):
+    """An argparse type: an integer in a range."""
 
     def convert(text: str) -> int:
         try:
@@ -26,6 +28,8 @@ def whole_number(least: int):
             number = None
         if number is None or number < least:
             raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
+        if number > most:
+            raise argparse.ArgumentTypeError(f"must be an integer <= {most}, got {text!r}")
         return number
 
     return convert
@@ -75,7 +79,9 @@ def _add_generate(commands) -> None:
         help="longest answer (default: 256, or the room left)",
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable; 0 is all (default)")
+    parser.add_argument(
+        "--top-k", type=whole_number(0), default=0, metavar="K", help="only the K most probable; 0 is all (default)"
+    )
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="only the most probable that make up P (default: 1)"
     )
@@ -86,7 +92,7 @@ def _add_generate(commands) -> None:
         metavar="P",
         help="only those at least P times as probable as the first (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=whole_number(*SEED), default=0, metavar="N", help="of the sampling (default: 0)")
     parser.add_argument(
         "--num-pages",
         type=whole_number(1),
@@ -140,5 +146,5 @@ def _add_inspect(commands) -> None:
         note = "enough" if default is None else default
         parser.add_argument(name, type=whole_number(1), default=default, metavar="N", help=f"{what} (default: {note})")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=whole_number(*SEED), default=0, metavar="N", help="of the sampling (default: 0)")
     parser.add_argument("--html", metavar="FILE", help="also write all moments as a slider")

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.cli.main import WORKER
+from jaxkv.cli.model import check_pool, open_with_tokenizer
 from jaxkv.cli.progress import Clock, Status, summary
-from jaxkv.cli.prompts import new_token_budget, padded, read_prompts
-from jaxkv.text import Answers, Terminal, TextStream, encode, end_tokens
+from jaxkv.cli.prompts import new_token_budget, padded, read_prompts, token_rows
+from jaxkv.text import Answers, Terminal, TextStream, end_tokens
 from jaxkv.weights.default_model import cache_folder
 
 
@@ -36,24 +38,25 @@ def run(args: argparse.Namespace) -> int:
     sampling = jaxkv.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     prompts = read_prompts(args.prompts, sys.stdin)
     use_compilation_cache()
-    model, tokenizer = jaxkv.load(args.model, dtype=args.dtype)
-    rows = [encode(tokenizer, prompt, raw=args.raw) for prompt in prompts]
-    if not all(rows):
-        raise ValueError(f"prompt {[*map(bool, rows)].index(False) + 1} has no tokens")
+    opened = open_with_tokenizer(args.model)
+    tokenizer, config = opened.tokenizer, opened.config
+    check_pool(config, args.page_size, args.num_pages)
+    rows = token_rows(tokenizer, prompts, raw=args.raw)
     lengths = [len(row) for row in rows]
-    ends = end_tokens(tokenizer, model.config.eos_token_ids, raw=args.raw)
+    ends = end_tokens(tokenizer, config.eos_token_ids, raw=args.raw)
     options = {
-        "max_new_tokens": new_token_budget(lengths, args.max_new_tokens, model.config.max_seq_len),
+        "max_new_tokens": new_token_budget(lengths, args.max_new_tokens, config.max_seq_len),
         "sampling": sampling,
         "key": jax.random.key(args.seed),
         "eos_token_id": ends or None,
         "page_size": args.page_size,
         "num_pages": args.num_pages,
     }
+    model = opened.decoder(dtype=args.dtype)
     stream = None if args.json else TextStream(sys.stdout, [_title(p) for p in prompts], bold=_bold(sys.stdout))
     answers = Answers(tokenizer, len(prompts), ends, stream)
     clock = Clock()
-    tokens = padded(rows, model.config.max_seq_len, exact=args.num_pages is not None)
+    tokens = padded(rows, config.max_seq_len, exact=args.num_pages is not None)
     result = _generate(model, tokens, lengths, options, clock, answers)
     stats = {
         "prompt_tokens": sum(lengths),
@@ -91,7 +94,7 @@ def _generate(
 
     status = Status(sys.stderr)
     status.show("compiling ...")
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=work, daemon=True, name=WORKER).start()
     for token in iter(arrived.get, None):
         status.show("")
         answers.token(token.prompt, token.token)

@@ -1,9 +1,11 @@
 """From what was typed to token arrays: prompts, how many new tokens there is room for, and padding."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+
+from jaxkv.text import encode
 
 DEFAULT_NEW_TOKENS = 256
 SHORTEST_WIDTH = 32
@@ -34,11 +36,32 @@ def read_prompts(arguments: Sequence[str], stdin: Keyboard) -> list[str]:
         raise ValueError("no prompt given (write one, or '-' for stdin)")
     if sum(a == "-" for a in arguments) > 1:
         raise ValueError("'-' is given more than once, but stdin can be read only once")
-    prompts = [stdin.read().rstrip("\n") if a == "-" else a for a in arguments]
+    prompts = [_all_of(stdin).rstrip("\n") if a == "-" else a for a in arguments]
     for number, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # how Python spells bytes of an argument that are no UTF-8
+            raise ValueError(f"prompt {number} is not UTF-8: {prompt!r}")
         if not prompt.strip():
             raise ValueError(f"prompt {number} is empty: {prompt!r}")
     return prompts
+
+
+def _all_of(stdin: Keyboard) -> str:
+    try:
+        return stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8: {error}") from error
+
+
+def token_rows(tokenizer: Any, prompts: Sequence[str], *, raw: bool) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+      ValueError: a prompt has none, or the chat template refuses it.
+    """
+    rows = [encode(tokenizer, prompt, raw=raw) for prompt in prompts]
+    if not all(rows):
+        raise ValueError(f"prompt {[*map(bool, rows)].index(False) + 1} has no tokens")
+    return rows
 
 
 def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: int) -> int:

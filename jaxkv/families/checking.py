@@ -29,14 +29,14 @@ _ROPE_NUMBERS = {"rope_theta": 1, "partial_rotary_factor": 0, "factor": 0, "atte
 _ROPE_NUMBERS |= {"high_freq_factor": 0, "beta_fast": 0, "beta_slow": 0, "mscale": 0, "mscale_all_dim": 0}
 _ROPE_NUMBERS |= {"original_max_position_embeddings": 0}
 _ROPE_ZERO_IS_UNSET = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Null is no value that these may have; transformers' default stands in its place.
 _DEFAULT_FOR_NULL = _BASES | _FRACTIONS | {"rope_parameters", "rope_scaling", "layer_types", "original_max_position_embeddings"}
 _READ = (
     _SIZES
     | _ABOVE_ZERO
     | _DEFAULT_FOR_NULL
-    | {*_TOKENS}
+    | {*TOKENS}
     | frozenset(
         "rms_norm_eps layer_norm_eps layer_norm_epsilon hidden_act hidden_activation activation_function tie_word_embeddings "
         "use_sliding_window max_window_layers attention_bias mlp_bias scale_attn_weights do_layer_norm_before "
@@ -67,8 +67,8 @@ def checked(fields: Mapping[str, Any], further: frozenset[str]) -> dict[str, Any
             number(name, value, above=1)
         elif name in _FRACTIONS:
             number(name, value, above=0, most=1)
-        elif name in _TOKENS:
-            _token(name, value)
+        elif name in TOKENS:
+            token(name, value)
     for name in _ROPE:
         if name in out:
             out[name] = _rope(name, out[name])
@@ -94,7 +94,12 @@ def _size(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an integer from 1 to {most}, got {value!r}")
 
 
-def _token(name: str, value: Any) -> None:
+def token(name: str, value: Any) -> None:
+    """Check a begin, end or padding token.
+
+    Raises:
+      ValueError: it is no token id, nor null, nor, for the end, a list of ids.
+    """
     values = value if isinstance(value, list) and name == "eos_token_id" else [value]
     for one in values:
         whole = isinstance(one, int) and not isinstance(one, bool) and -(2**31) <= one < 2**31

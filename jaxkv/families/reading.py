@@ -73,7 +73,7 @@ def activation(hf: Any, field: str) -> Activation:
 
 
 def head_width(hf: Any, hidden: str, heads: str) -> int:
-    """Width of a head where the configuration does not state it.
+    """Width of a head in families whose heads fill the hidden width.
 
     Raises:
       ValueError: the heads do not share the hidden width evenly.
@@ -99,7 +99,12 @@ def write_token_ids(c: ModelConfig) -> dict[str, Any]:
 
 def llama_fields(hf: Any, act: str = "hidden_act") -> dict[str, Any]:
     """The fields of all families that take after Llama: RMS norms, rotary positions, a gated MLP."""
-    head_dim = getattr(hf, "head_dim", None) or head_width(hf, "hidden_size", "num_attention_heads")
+    # These families' heads need not fill the hidden width: transformers rounds down, too.
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim < 1:
+        raise ValueError(
+            f"{hf.model_type} configuration with hidden_size={hf.hidden_size} below num_attention_heads={hf.num_attention_heads}"
+        )
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise ValueError(
             f"{hf.model_type} configuration with num_attention_heads={hf.num_attention_heads}, which is no multiple of "

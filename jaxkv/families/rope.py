@@ -86,7 +86,8 @@ def _rotary_dim(head_dim: int, fraction: float) -> int:
     rotary_dim = int(head_dim * fraction)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(
-            f"head_dim={head_dim} and partial_rotary_factor={fraction!r} rotate {rotary_dim} dimensions: must be even"
+            f"head_dim={head_dim} (where it is not given, hidden_size / num_attention_heads) and partial_rotary_factor={fraction!r} "
+            f"rotate {rotary_dim} dimensions: it must be an even number"
         )
     return rotary_dim
 

@@ -5,20 +5,39 @@ from typing import Any
 
 
 def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
-    """Token ids of a prompt: in the model's chat template, or as it is where there is none or `raw`."""
+    """Token ids of a prompt: in the model's chat template, or as it is where there is none or `raw`.
+
+    Raises:
+      ValueError: the template cannot be applied to a user's message.
+    """
     if raw or not tokenizer.chat_template:
         return list(tokenizer(prompt)["input_ids"])
     chat = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+    return list(_in_template(tokenizer, chat, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def end_tokens(tokenizer: Any, known: Sequence[int], *, raw: bool = False) -> tuple[int, ...]:
-    """Tokens that end a text: the model's and the tokenizer's own, and in a chat the one its template puts after an answer."""
+    """Tokens that end a text: the model's and the tokenizer's own, and in a chat the one its template puts after an answer.
+
+    Raises:
+      ValueError: the template cannot be applied to a user's message and its answer.
+    """
     ends = {*known} | ({tokenizer.eos_token_id} - {None})
     if not raw and tokenizer.chat_template:
         mark = "jaxkv"
         chat = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(mark)[2]
+        after = _in_template(tokenizer, chat, tokenize=False).rpartition(mark)[2]
         special = set(tokenizer.get_added_vocab().values())
         ends |= {*[t for t in tokenizer(after, add_special_tokens=False)["input_ids"] if t in special][:1]}
     return tuple(sorted(ends))
+
+
+def _in_template(tokenizer: Any, chat: list[dict[str, str]], **options: bool) -> Any:
+    try:
+        return tokenizer.apply_chat_template(chat, **options)
+    except Exception as error:  # a template is a program: it may raise anything
+        roles = " and ".join(message["role"] for message in chat)
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the model's chat template fails for {roles} ({type(error).__name__}: {reason}); take the prompt without it (raw)"
+        ) from error

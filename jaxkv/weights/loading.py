@@ -9,6 +9,7 @@ import jax
 
 from jaxkv.config import ModelConfig
 from jaxkv.families import family_of, from_hf
+from jaxkv.families.checking import TOKENS, token
 from jaxkv.model.decoder import Decoder
 from jaxkv.weights.assemble import assemble
 from jaxkv.weights.default_model import ALIASES, default_model_path
@@ -146,8 +147,13 @@ def _folder_config(folder: Path) -> ModelConfig:
     fields = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():  # its token ids are those that generation uses
-        ids = read_json(generation)
-        fields |= {k: ids[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if ids.get(k) is not None}
+        ids = {k: v for k, v in read_json(generation).items() if k in TOKENS and v is not None}
+        try:
+            for name, value in ids.items():
+                token(name, value)
+        except ValueError as error:
+            raise ValueError(f"{generation}: {error}") from error
+        fields |= ids
     try:
         return from_hf(fields)
     except ValueError as error:

@@ -156,7 +156,7 @@ BAD_INPUT = {
     "negative temperature": (["Hi", "--temperature", "-1"], "temperature must be >= 0 and finite, got -1.0"),
     "temperature not a number": (["Hi", "--temperature", "nan"], "got nan"),
     "temperature not a word": (["Hi", "--temperature", "hot"], "'hot'"),
-    "negative top-k": (["Hi", "--top-k", "-1"], "got -1"),
+    "negative top-k": (["Hi", "--top-k", "-1"], "--top-k: must be an integer >= 0, got '-1'"),
     "top-p zero": (["Hi", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
     "top-p above one": (["Hi", "--top-p", "1.5"], "got 1.5"),
     "min-p above one": (["Hi", "--min-p", "2"], "got 2.0"),

@@ -36,19 +36,20 @@ def build_tokenizer(file: GGUFFile) -> Any:
         return None
     builders = {"gpt2": _bpe, "gemma4": _bpe, "llama": _sentencepiece}
     kind = ggml.get("model")
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise ValueError(f"{file.path} has an unsupported tokenizer.ggml.model={kind!r} (supported: {', '.join(builders)})")
     try:
-        backend = builders[kind](ggml, file.metadata["general.architecture"])
-        special = _special_tokens(ggml)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file.path} has an incomplete tokenizer: {error!r}") from error
+        architecture = file.metadata["general.architecture"]
+        backend = builders[kind](ggml, architecture)
+        _add_begin_and_end(backend, ggml, kind)
+        context, special = file.metadata.get(f"{architecture}.context_length"), _special_tokens(ggml)
+        tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
-    _add_begin_and_end(backend, ggml, kind)
-    context = file.metadata.get(f"{file.metadata['general.architecture']}.context_length")
-    tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
-    tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
+    except Exception as error:  # entries that are missing or of a wrong type make KeyError, TypeError or Rust's own errors
+        raise ValueError(f"{file.path} has an incomplete tokenizer: {error!r}") from error
+    template = file.metadata.get("tokenizer.chat_template")
+    tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
 
 
@@ -107,9 +108,12 @@ def _sentencepiece(ggml: dict[str, Any], architecture: str) -> Any:
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[ggml.get("unknown_token_id", 0)]
     byte_fallback = "<0x00>" in vocab
+    scores = ggml.get("scores")
+    if scores is not None and len(scores) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
     model = models.BPE(
         vocab=vocab,
-        merges=implied_merges(vocab, ggml.get("scores")),
+        merges=implied_merges(vocab, scores),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=byte_fallback,

@@ -92,6 +92,8 @@ def what_else(folder: Path) -> str:
         return f"; it has {found}, Mistral's own form: take the files of the model's form for transformers"
     if found := names("*.safetensors"):
         return f"; it has {found}, which is no name of a model's weights"
+    if folder.parent.name == "snapshots":  # how the hub's cache is laid out
+        return "; of a model on the hub only safetensors are fetched: download a GGUF file by hand, and give its path"
     return ""
 
 

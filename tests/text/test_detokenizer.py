@@ -142,3 +142,13 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(kind: str) -> None:
     for _ in range(300):
         assert detokenizer.add(letter)
     assert longest < 10
+
+
+@pytest.mark.slow
+def test_the_default_models_tokenizer() -> None:
+    from jaxkv.weights.loading import open_model
+
+    tokenizer, rng = open_model("default").tokenizer, random.Random(0)
+    for _ in range(2000):
+        tokens = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 20))]
+        assert "".join(streamed(tokenizer, tokens)) == decoded(tokenizer, tokens), tokens

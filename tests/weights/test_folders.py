@@ -80,6 +80,13 @@ def test_what_is_no_model_says_what_it_is(folder: Path, name: str, message: str,
     assert str(folder) in one_line(caught.value)
 
 
+def test_a_model_of_the_hub_without_safetensors(tmp_path: Path) -> None:
+    folder = tmp_path / "models--a--b" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="of a model on the hub only safetensors are fetched: download a GGUF file"):
+        load(folder)
+
+
 def renamed(folder: Path, rename) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(dict(rename(name, tensor) for name, tensor in tensors.items()), folder / "model.safetensors")

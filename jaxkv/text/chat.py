@@ -17,19 +17,25 @@ def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
 
 
 def end_tokens(tokenizer: Any, known: Sequence[int], *, raw: bool = False) -> tuple[int, ...]:
-    """Tokens that end a text: the model's and the tokenizer's own, and in a chat the one its template puts after an answer.
-
-    Raises:
-      ValueError: the template cannot be applied to a user's message and its answer.
-    """
+    """Tokens that end a text: the model's and the tokenizer's own, and in a chat the one its template puts after an answer."""
     ends = {*known} | ({tokenizer.eos_token_id} - {None})
     if not raw and tokenizer.chat_template:
-        mark = "jaxkv"
-        chat = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-        after = _in_template(tokenizer, chat, tokenize=False).rpartition(mark)[2]
         special = set(tokenizer.get_added_vocab().values())
-        ends |= {*[t for t in tokenizer(after, add_special_tokens=False)["input_ids"] if t in special][:1]}
+        ids = tokenizer(_after_an_answer(tokenizer), add_special_tokens=False)["input_ids"]
+        ends |= {*[t for t in ids if t in special][:1]}
     return tuple(sorted(ends))
+
+
+def _after_an_answer(tokenizer: Any) -> str:
+    """What the template puts after an answer; "" where it takes none, whether a question follows or not."""
+    mark = "jaxkv"
+    for roles in (["user", "assistant"], ["user", "assistant", "user"]):
+        try:
+            text = _in_template(tokenizer, [{"role": role, "content": mark} for role in roles], tokenize=False)
+        except ValueError:  # some templates want a chat to end with a question, some know no answers
+            continue
+        return text.split(mark)[min(2, text.count(mark))]
+    return ""
 
 
 def _in_template(tokenizer: Any, chat: list[dict[str, str]], **options: bool) -> Any:

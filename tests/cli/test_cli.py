@@ -9,13 +9,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from tiny import END, byte_tokenizer, save_model
+from tiny import byte_tokenizer, save_model
 
 from jaxkv.cli.generate import use_compilation_cache
 from jaxkv.cli.main import main
 from jaxkv.cli.progress import Clock
 from jaxkv.cli.prompts import padded
-from jaxkv.text import encode, end_tokens
 
 NEW = 8
 FIGURES = re.compile(r"prompt: \d+ tokens.* \| decode: \d+ tokens.* \| pages: \d+ of \d+ tokens \| compile: \d+\.\d s$")
@@ -87,20 +86,6 @@ def test_the_seed_decides_what_is_sampled(capsys, folder) -> None:
     first, again, other = (generate_json(capsys, *options, "--seed", seed)["results"][0]["token_ids"] for seed in (1, 1, 2))
     assert first == again
     assert first != other
-
-
-def test_an_instruct_model_gets_its_template_unless_raw() -> None:
-    chat = byte_tokenizer(chat=True)
-    assert chat.decode(encode(chat, "Hi", raw=False)) == f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
-    assert chat.decode(encode(chat, "Hi", raw=True)) == "Hi"
-    assert chat.decode(encode(byte_tokenizer(), "Hi", raw=False)) == "Hi"
-
-
-def test_a_chat_ends_where_its_template_ends_an_answer() -> None:
-    chat = byte_tokenizer(chat=True)
-    end = chat.convert_tokens_to_ids(END)
-    assert end_tokens(chat, [], raw=False) == tuple(sorted({end, chat.eos_token_id}))
-    assert end_tokens(chat, [7], raw=True) == (7, chat.eos_token_id)
 
 
 @pytest.mark.parametrize("chosen", [None, "/elsewhere"])

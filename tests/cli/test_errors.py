@@ -49,7 +49,6 @@ TEMPLATES = {
     "divides by zero": ("{{ 1 // 0 }}", "ZeroDivisionError"),
     "adds what cannot be added": ("{{ 1 + 'a' }}", "TypeError"),
     "uses what is not there": ("{{ messages[0]['text'].strip() }}", "UndefinedError"),
-    "fails on an answer": ("{% if messages|length > 1 %}{{ raise_exception('no') }}{% endif %}x", "user and assistant"),
 }
 
 

@@ -171,7 +171,7 @@ def run_in_shell(line: str, tmp_path: Path) -> subprocess.CompletedProcess[bytes
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("more", ["", "--json", pytest.param("'two prompts'", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", ["", *(pytest.param(x, marks=pytest.mark.slow) for x in ("--json", "'two prompts'"))])
 def test_a_full_disk(more: str, model: Path, tmp_path: Path) -> None:
     done = run_in_shell(f"jaxkv generate Hi {more} --max-new-tokens 2 --model {model} > /dev/full", tmp_path)
     assert done.returncode == 2
@@ -183,10 +183,10 @@ def test_a_full_disk(more: str, model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "status"),
     [
-        ("jaxkv --help > /dev/full", None),  # argparse says nothing about it
-        ("jaxkv --version | true; exit ${PIPESTATUS[0]}", None),
+        pytest.param("jaxkv --help > /dev/full", None, marks=pytest.mark.slow),  # argparse says nothing about it
+        pytest.param("jaxkv --version | true; exit ${PIPESTATUS[0]}", None, marks=pytest.mark.slow),
         ("jaxkv generate >&- 2>&- <&-", 2),
-        ("jaxkv generate Hi --model /nowhere 2> /dev/full", 2),
+        pytest.param("jaxkv generate Hi --model /nowhere 2> /dev/full", 2, marks=pytest.mark.slow),
         ("printf '\\377' | PYTHONUTF8=1 jaxkv generate", 2),
     ],
 )
@@ -199,6 +199,7 @@ def test_streams_that_are_closed_full_or_odd(line: str, status: int | None, tmp_
     assert done.returncode in (0, 2, 141)
 
 
+@pytest.mark.slow
 def test_letters_the_terminal_cannot_show(model: Path, tmp_path: Path) -> None:
     done = run_in_shell(f"PYTHONIOENCODING=ascii jaxkv generate é 世界 --max-new-tokens 2 --model {model}", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,9 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkv.cli.arguments import build_parser
+from jaxkv.cli.arguments import OneLineParser, build_parser
+
+__all__ = ["WORKER", "OneLineParser", "build_parser", "main"]
 
 LONGEST_MESSAGE = 1000
 WORKER = "jaxkv generate"

@@ -36,9 +36,11 @@ FUSES_SLICES = jax.__version_info__ >= (0, 11)
 LONG = 2048
 """From so many inputs on, few rows are faster as a product than as a sum (docs/measurements.md, "Sum of products for few rows")."""
 FEW, FEW_NARROW = 64, 2 if FUSES_SLICES else 1
-"""Up to so many rows a sum is faster than a product, FEW_NARROW in bfloat16 (docs/measurements.md, "Sum of products for few rows", "One and two bfloat16 rows on jaxlib 0.12")."""
+"""Up to so many rows a sum is faster than a product, FEW_NARROW in bfloat16 (docs/measurements.md, "Sum of products for few rows",
+"One and two bfloat16 rows on jaxlib 0.12")."""
 MANY = 128
-"""From more rows than this on, repacking a weight on the right costs less than it saves (docs/measurements.md, "Weight on the right for many rows")."""
+"""From more rows than this on, repacking a weight on the right costs less than it saves (docs/measurements.md, "Weight on the right for
+many rows")."""
 
 
 def best_form(platform: str, rows: int, width: int, dtype: jax.typing.DTypeLike) -> str:

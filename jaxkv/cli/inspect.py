@@ -2,31 +2,36 @@
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxkv import viz
-from jaxkv.cli.generate import encode, use_compilation_cache
+from jaxkv.cli.generate import use_compilation_cache
+from jaxkv.cli.model import check_pool, open_with_tokenizer
+from jaxkv.cli.prompts import read_prompts, token_rows
 from jaxkv.decode.sampling import Sampling
 from jaxkv.viz.cache_text import cache_text
-from jaxkv.weights import load
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; see `jaxkv inspect --help`."""
     if args.html and not args.html.endswith(".html"):
         raise ValueError(f"--html writes an .html file, got {args.html!r}")
-    sampling = Sampling(args.temperature)
+    if args.html and not Path(args.html).parent.is_dir():
+        raise ValueError(f"--html {args.html}: there is no folder {Path(args.html).parent}")
+    sampling, key = Sampling(args.temperature), jax.random.key(args.seed)
+    texts = read_prompts(args.prompts, sys.stdin)
     use_compilation_cache()
-    model, tokenizer = load(args.model, dtype=args.dtype)
-    prompts = [encode(tokenizer, prompt, raw=True) for prompt in args.prompts]
-    if not all(prompts):
-        raise ValueError(f"prompt {[*map(bool, prompts)].index(False) + 1} has no tokens")
+    opened = open_with_tokenizer(args.model)
+    check_pool(opened.config, args.page_size, args.num_pages)
+    prompts = token_rows(opened.tokenizer, texts, raw=True)
+    model = opened.decoder(dtype=args.dtype)
     recording = viz.record(
         model, prompts, max_new_tokens=args.max_new_tokens, num_samples=args.num_samples, max_seqs=args.max_seqs,
-        num_pages=args.num_pages, page_size=args.page_size, sampling=sampling, key=jax.random.key(args.seed),
+        num_pages=args.num_pages, page_size=args.page_size, sampling=sampling, key=key,
         eos_token_id=model.config.eos_token_ids or None,
     )  # fmt: skip
     frames, width = recording.frames, shutil.get_terminal_size().columns

@@ -1,163 +1,25 @@
 """The command line: `jaxkv generate`, `jaxkv bench`, `jaxkv inspect`.
 
-Results go to stdout, everything else to stderr. A mistake of the caller's is one line and exit status 2; JAXKV_TRACEBACK=1
-shows where it was raised. Ctrl-C ends with status 130.
+Results go to stdout, everything else to stderr. A mistake of the caller's is one line and exit status 2, anything else that goes
+wrong one line and status 1; JAXKV_TRACEBACK=1 shows where it was raised. Ctrl-C ends with status 130, a closed pipe with 141.
 """
 
 import argparse
 import contextlib
+import io
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkv import __version__
+from jaxkv.cli.arguments import OneLineParser, build_parser
 
-DTYPES = ("float32", "bfloat16", "float16")
+__all__ = ["WORKER", "OneLineParser", "build_parser", "main"]
 
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage text above every error."""
-
-    def error(self, message: str) -> NoReturn:
-        """One line on stderr, and exit status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def whole_number(least: int):
-    """An argparse type: an integer of at least `least`."""
-
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = None
-        if number is None or number < least:
-            raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
-        return number
-
-    return convert
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type: positive integers with commas between them."""
-    return tuple(whole_number(1)(part) for part in text.split(","))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; the chosen one is `args.command`."""
-    parser = OneLineParser(prog="jaxkv", description="LLM inference in JAX with a paged KV cache.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
-    _add_generate(commands)
-    _add_bench(commands)
-    _add_inspect(commands)
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default="default",
-        metavar="NAME",
-        help="hub id, folder or .gguf file (default: SmolLM2-135M-Instruct)",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own choice)")
-    parser.add_argument("--page-size", type=whole_number(1), default=16, metavar="N", help="tokens a page holds (default: 16)")
-
-
-def _add_generate(commands) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="write text that goes on from prompts",
-        description="Writes what a model makes of one or several prompts, as it makes it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; '-' is all of stdin, as one prompt")
-    _add_model(parser)
-    parser.add_argument("--raw", action="store_true", help="take the prompts as they are, without the model's chat template")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=whole_number(1),
-        metavar="N",
-        help="longest answer (default: 256, or the room left)",
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable; 0 is all (default)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="only the most probable that make up P (default: 1)"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="only those at least P times as probable as the first (default: 0)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
-    parser.add_argument(
-        "--num-pages",
-        type=whole_number(1),
-        metavar="N",
-        help="pages in the pool, null page included (default: enough)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def _add_bench(commands) -> None:
-    bench = commands.add_parser("bench", help="measure", description="Measures this machine.", allow_abbrev=False)
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=OneLineParser)
-    decode = kinds.add_parser(
-        "decode",
-        help="prefill and decode speed",
-        description="Prefill and decode tokens/s over batch sizes and context lengths, and the memory-bandwidth limit.",
-        allow_abbrev=False,
-    )
-    _add_model(decode)
-    decode.add_argument("--batch-sizes", type=whole_numbers, default=(1, 8), metavar="N,N", help="rows (default: 1,8)")
-    decode.add_argument(
-        "--context-lengths",
-        type=whole_numbers,
-        default=(128, 512),
-        metavar="N,N",
-        help="prompt tokens per row (default: 128,512)",
-    )
-    decode.add_argument(
-        "--new-tokens", type=whole_number(8), default=64, metavar="N", help="tokens decoded per row (default: 64)"
-    )
-    decode.add_argument("--repeats", type=whole_number(1), default=3, metavar="N", help="runs; the median counts (default: 3)")
-    decode.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-
-
-def _add_inspect(commands) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="draw the pages of a cache at work",
-        description="Generates, and draws the page map and block tables along the way.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a prompt, taken as it is")
-    _add_model(parser)
-    for name, default, what in (
-        ("--max-new-tokens", 32, "longest answer"),
-        ("--num-samples", 1, "answers to each prompt, which share its pages"),
-        ("--moments", 1, "pictures along the way; 1 is the fullest moment"),
-        ("--max-seqs", None, "rows that work at a time"),
-        ("--num-pages", None, "pages in the pool, null page included"),
-    ):
-        note = "enough" if default is None else default
-        parser.add_argument(name, type=whole_number(1), default=default, metavar="N", help=f"{what} (default: {note})")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
-    parser.add_argument("--html", metavar="FILE", help="also write all moments as a slider")
-
-
-def _leave(status: int) -> NoReturn:
-    # A computation that runs on another thread cannot be cancelled, and the interpreter would wait for it.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)
+LONGEST_MESSAGE = 1000
+WORKER = "jaxkv generate"
+"""Name of the thread that computes while the main thread writes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,25 +29,73 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments without the program's name; None takes the process's.
 
     Returns:
-      The exit status: 0, or 2 after a mistake of the caller's.
+      The exit status: 0, 2 after a mistake of the caller's, or 1.
     """
-    args = build_parser().parse_args(argv)
-    name = f"jaxkv {args.command}"
+    name = "jaxkv"
+    _prepare_streams()
     try:
-        if args.command == "generate":
-            from jaxkv.cli.generate import run
-        elif args.command == "inspect":
-            from jaxkv.cli.inspect import run
-        else:
-            from jaxkv.bench.decode import run
-        return run(args)
+        try:
+            args = build_parser().parse_args(argv)
+            name = f"jaxkv {args.command}"
+            status = _run(args)
+        finally:
+            sys.stdout.flush()  # here a full disk or a closed pipe is still noticed
+        return status
     except KeyboardInterrupt:
-        print(f"\n{name}: stopped", file=sys.stderr)
+        _say(f"\n{name}: stopped")
         _leave(130)
     except BrokenPipeError:
         _leave(141)
     except (ValueError, OSError, NotImplementedError) as error:
-        if os.environ.get("JAXKV_TRACEBACK"):
-            raise
-        print(f"{name}: error: {'; '.join(x.strip() for x in str(error).splitlines() if x.strip())}", file=sys.stderr)
-        return 2
+        return _failed(name, str(error), error, 2)
+    except Exception as error:  # whatever it is, a user of the command line has no use for where it was raised
+        return _failed(name, f"{type(error).__name__}: {error} (JAXKV_TRACEBACK=1 shows where)", error, 1)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """The chosen command; only its own modules are imported."""
+    if args.command == "generate":
+        from jaxkv.cli.generate import run
+    elif args.command == "inspect":
+        from jaxkv.cli.inspect import run
+    else:
+        from jaxkv.cli.bench import run
+    return run(args)
+
+
+def _prepare_streams() -> None:
+    """Streams that are closed read and write nothing; characters that the terminal's encoding lacks become question marks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until the process ends)
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _failed(name: str, message: str, error: Exception, status: int) -> int:
+    if os.environ.get("JAXKV_TRACEBACK"):
+        raise error
+    line = "; ".join(x.strip() for x in message.splitlines() if x.strip())
+    _say(f"{name}: error: {line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + '…'}")
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):  # what could not be written would be tried, and complained about, once more at the end
+        _leave(status)
+    if any(thread.name == WORKER for thread in threading.enumerate()):
+        _leave(status)
+    return status
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _leave(status: int) -> NoReturn:
+    # A computation that runs on another thread cannot be cancelled: the interpreter would wait for it, or it would abort the
+    # process when it comes to an end after the interpreter.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

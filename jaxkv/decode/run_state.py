@@ -17,8 +17,9 @@ from jaxkv.model.decoder import Decoder
 from jaxkv.ops.numerics import Numerics
 
 CHUNK, PIECES = 256, 4
-"""Prompt tokens and pieces per step, at most, unless `prefill_chunk` says otherwise. Products of more rows are hardly faster per token,
-and short prompts, which come in one by one as rows end, would seldom fill more pieces (docs/measurements.md, "Size of a prompt's chunk")."""
+"""Prompt tokens and pieces per step, at most, unless `prefill_chunk` says otherwise. Products of more rows are hardly faster per
+token, and short prompts, which come in one by one as rows end, would seldom fill more pieces (docs/measurements.md, "Size of a
+prompt's chunk")."""
 
 PIECE, LONG_PIECE, LONG = 64, 128, 512
 """Tokens of a piece of a prompt, fewer where all prompts are shorter. Prompts that may have more than `LONG` tokens come in longer

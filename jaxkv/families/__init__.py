@@ -1,14 +1,21 @@
-"""Model families: Hugging Face's configurations and tensor names mapped onto ours, one small file each."""
+"""Model families: Hugging Face's configurations and tensor names mapped onto ours, one small file each.
 
+It knows transformers' `config.json` of each family, in all its spellings, and which tensor of a checkpoint is which part of which
+parameter. It knows neither files nor arrays (see `jaxkv.weights`), and no mathematics (see `jaxkv.model`).
+"""
+
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv.config import ModelConfig
 from jaxkv.families import gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, opt, phi3, qwen2, qwen3
+from jaxkv.families.checking import checked
 from jaxkv.families.family import Family
-from jaxkv.families.hf import transformers
+from jaxkv.families.hf import quiet
 from jaxkv.families.mapping import Part, Tensor
+from jaxkv.families.reading import REFUSED
 
 __all__ = ["FAMILIES", "Family", "Part", "Tensor", "family_of", "from_hf", "to_hf"]
 
@@ -24,7 +31,7 @@ def family_of(model_type: Any) -> Family:
     Raises:
       ValueError: there is none.
     """
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"unknown model_type {model_type!r}; the supported families are {', '.join(sorted(FAMILIES))}")
     return FAMILIES[model_type]
 
@@ -32,18 +39,24 @@ def family_of(model_type: Any) -> Family:
 def _hf_config(fields: Mapping[str, Any]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
+    kind = fields["model_type"]
     try:
-        return transformers().CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+        known = copy.deepcopy(checked(fields, REFUSED | FAMILIES[kind].refused))  # transformers writes into what it is given
+        with quiet() as transformers:
+            return transformers.CONFIG_MAPPING[kind].from_dict(known)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ValueError(f"not a valid {fields['model_type']} configuration: {error}") from error
+        raise ValueError(f"not a valid {kind} configuration: {' '.join(str(error).split())}") from error
 
 
 def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     """Turn the content of a `config.json`, of this or an older transformers, into a `ModelConfig`.
 
+    What is missing has transformers' default, and so has null where null is no value of the field. The dtype is not read: it is
+    the weights' own.
+
     Raises:
-      ValueError: the family is unknown, a field is missing or invalid, or one changes the mathematics in a way that is not
-        supported; the message names it with its value.
+      ValueError: one line: the family is unknown, a field is missing or invalid, or one changes the mathematics in a way that is
+        not supported; it names the field with its value.
     """
     family = family_of(fields.get("model_type"))
     return family.read(_hf_config(fields))

@@ -22,6 +22,7 @@ class Family:
       harmless: regular expressions of tensors that files hold beyond those in the table, and that say nothing new.
       lm_head: the output matrix's name; where it is tied, a file may hold it all the same.
       aliases: other names of tensors, as older files have them, to the table's.
+      refused: fields of its configuration that are only looked at to refuse them.
     """
 
     model_type: str
@@ -33,3 +34,4 @@ class Family:
     harmless: tuple[str, ...] = ()
     lm_head: str = "lm_head.weight"
     aliases: tuple[tuple[str, str], ...] = ()
+    refused: frozenset[str] = frozenset()

@@ -13,6 +13,9 @@ def read(hf: Any) -> ModelConfig:
     """A `Gemma3TextConfig` as ours."""
     fields = gemma_fields(hf)
     kinds = ("full_attention", "sliding_attention")
+    for kind in kinds:
+        if kind not in hf.rope_parameters:
+            raise ValueError(f"gemma3_text configuration whose rope_parameters lack {kind!r}: {hf.rope_parameters!r}")
     full, local = (read_rope(hf.rope_parameters[k], fields["head_dim"], hf.max_position_embeddings) for k in kinds)
     return ModelConfig(**fields, qk_norm=True, rope=full, local_rope=local if fields["windows"] and local != full else None)
 

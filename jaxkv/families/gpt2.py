@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv.config import ModelConfig
 from jaxkv.families.family import Family
 from jaxkv.families.mapping import Part, Tensor, embeddings, norm, whole
-from jaxkv.families.reading import HF_ACTIVATIONS, activation, refuse, token_ids, write_token_ids
+from jaxkv.families.reading import HF_ACTIVATIONS, activation, head_width, refuse, token_ids, write_token_ids
 
 
 def read(hf: Any) -> ModelConfig:
@@ -19,7 +19,7 @@ def read(hf: Any) -> ModelConfig:
         num_layers=hf.n_layer,
         num_heads=hf.n_head,
         num_kv_heads=hf.n_head,
-        head_dim=hf.n_embd // hf.n_head,
+        head_dim=head_width(hf, "n_embd", "n_head"),
         intermediate_size=hf.n_inner or 4 * hf.n_embd,
         max_seq_len=hf.n_positions,
         positions="learned",
@@ -73,4 +73,13 @@ def tensors(c: ModelConfig) -> Iterator[Tensor]:
     yield from norm(c, "transformer.ln_f", "final_norm")
 
 
-FAMILY = Family("gpt2", "GPT2LMHeadModel", "transformer.", read, write, tensors, (r".*\.attn\.(masked_)?bias",))
+FAMILY = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "transformer.",
+    read,
+    write,
+    tensors,
+    (r".*\.attn\.(masked_)?bias",),
+    refused=frozenset({"scale_attn_by_inverse_layer_idx"}),
+)

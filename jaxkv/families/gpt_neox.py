@@ -6,14 +6,14 @@ from typing import Any
 from jaxkv.config import ModelConfig
 from jaxkv.families.family import Family
 from jaxkv.families.mapping import Tensor, attention_out, embeddings, norm, plain_mlp, whole
-from jaxkv.families.reading import HF_ACTIVATIONS, activation, refuse, token_ids, write_token_ids
+from jaxkv.families.reading import HF_ACTIVATIONS, activation, head_width, refuse, token_ids, write_token_ids
 from jaxkv.families.rope import read_single_rope, write_single_rope
 
 
 def read(hf: Any) -> ModelConfig:
     """A `GPTNeoXConfig` as ours."""
     refuse(hf, {})
-    head_dim = hf.hidden_size // hf.num_attention_heads
+    head_dim = head_width(hf, "hidden_size", "num_attention_heads")
     return ModelConfig(
         family="gpt_neox",
         vocab_size=hf.vocab_size,

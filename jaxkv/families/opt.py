@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv.config import ModelConfig
 from jaxkv.families.family import Family
 from jaxkv.families.mapping import Tensor, embeddings, norm, plain_mlp, split_attention, whole
-from jaxkv.families.reading import HF_ACTIVATIONS, activation, refuse, token_ids, write_token_ids
+from jaxkv.families.reading import HF_ACTIVATIONS, activation, head_width, refuse, token_ids, write_token_ids
 
 POSITION_OFFSET = 2  # the table's first two rows stand for padding
 
@@ -22,7 +22,7 @@ def read(hf: Any) -> ModelConfig:
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_attention_heads,
-        head_dim=hf.hidden_size // hf.num_attention_heads,
+        head_dim=head_width(hf, "hidden_size", "num_attention_heads"),
         intermediate_size=hf.ffn_dim,
         max_seq_len=hf.max_position_embeddings,
         embed_size=None if hf.word_embed_proj_dim == hf.hidden_size else hf.word_embed_proj_dim,
@@ -79,4 +79,4 @@ def tensors(c: ModelConfig) -> Iterator[Tensor]:
         yield from norm(c, f"{name}.final_layer_norm", "final_norm")
 
 
-FAMILY = Family("opt", "OPTForCausalLM", "model.", read, write, tensors)
+FAMILY = Family("opt", "OPTForCausalLM", "model.", read, write, tensors, refused=frozenset({"layer_norm_elementwise_affine"}))

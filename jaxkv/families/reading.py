@@ -35,6 +35,8 @@ _EVERYWHERE: dict[str, tuple] = {
     "residual_multiplier": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
 }
+REFUSED = frozenset(_EVERYWHERE)
+"""Fields that are looked at for every family."""
 
 
 def refuse(hf: Any, allowed: Mapping[str, tuple]) -> None:
@@ -70,6 +72,18 @@ def activation(hf: Any, field: str) -> Activation:
     return ACTIVATIONS[value]
 
 
+def head_width(hf: Any, hidden: str, heads: str) -> int:
+    """Width of a head in families whose heads fill the hidden width.
+
+    Raises:
+      ValueError: the heads do not share the hidden width evenly.
+    """
+    width, count = getattr(hf, hidden), getattr(hf, heads)
+    if width % count:
+        raise ValueError(f"{hf.model_type} configuration with {hidden}={width}, which is no multiple of {heads}={count}")
+    return width // count
+
+
 def token_ids(hf: Any) -> dict[str, Any]:
     """The begin, end and padding tokens."""
     eos = hf.eos_token_id
@@ -85,7 +99,17 @@ def write_token_ids(c: ModelConfig) -> dict[str, Any]:
 
 def llama_fields(hf: Any, act: str = "hidden_act") -> dict[str, Any]:
     """The fields of all families that take after Llama: RMS norms, rotary positions, a gated MLP."""
+    # These families' heads need not fill the hidden width: transformers rounds down, too.
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim < 1:
+        raise ValueError(
+            f"{hf.model_type} configuration with hidden_size={hf.hidden_size} below num_attention_heads={hf.num_attention_heads}"
+        )
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ValueError(
+            f"{hf.model_type} configuration with num_attention_heads={hf.num_attention_heads}, which is no multiple of "
+            f"num_key_value_heads={hf.num_key_value_heads}"
+        )
     return {
         "family": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -129,8 +153,13 @@ def layer_windows(hf: Any) -> tuple[int | None, ...]:
     """
     types = {"full_attention": None, "sliding_attention": hf.sliding_window}
     for layer, kind in enumerate(hf.layer_types):
-        if kind not in types:
+        if not isinstance(kind, str) or kind not in types:
             raise ValueError(f"{hf.model_type} configuration with unsupported layer_types[{layer}]={kind!r}")
+        if kind == "sliding_attention" and hf.sliding_window is None:
+            raise ValueError(
+                f"{hf.model_type} configuration with layer_types[{layer}]={kind!r}, but no sliding_window, or with "
+                "use_sliding_window=False"
+            )
     windows = tuple(types[kind] for kind in hf.layer_types)
     return windows if any(windows) else ()
 

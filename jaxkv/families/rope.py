@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxkv.config import ModelConfig, Rope
+from jaxkv.families.checking import number
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -36,44 +37,72 @@ def read_rope(parameters: dict[str, Any], head_dim: int, max_seq_len: int, *, pa
     Raises:
       ValueError: a kind of scaling or a parameter that is not supported, with its value.
     """
-    kind = parameters.get("rope_type", "default")
+    kind = parameters.get("rope_type") or "default"
     if kind not in _KINDS:
         raise ValueError(f"unsupported rope_type={kind!r} (supported: {', '.join(_KINDS)})")
     given = {k: v for k, v in parameters.items() if v is not None}
     unknown = sorted(set(given) - _IGNORED - _READ.get(kind, {"factor", "original_max_position_embeddings"}))
     if unknown:
-        raise ValueError(f"unsupported with rope_type={kind!r}: {', '.join(f'{k}={given[k]!r}' for k in unknown)}")
-    fraction = given.get("partial_rotary_factor", 1.0)
+        raise ValueError(
+            f"unsupported in rope_parameters or rope_scaling with rope_type={kind!r}: {', '.join(f'{k}={given[k]!r}' for k in unknown)}"
+        )
+    fraction = number("partial_rotary_factor", given.get("partial_rotary_factor", 1.0), above=0, most=1)
     if fraction != 1.0 and not partial:
         raise ValueError(f"unsupported partial_rotary_factor={fraction!r} in this family")
-    fields = {"theta": float(given["rope_theta"]), "rotary_dim": int(head_dim * fraction), "kind": kind}
+    fields: dict[str, Any] = {"theta": _number(given, "rope_theta", above=1), "kind": kind}
+    fields["rotary_dim"] = _rotary_dim(head_dim, fraction)
     if kind != "default":
-        fields["factor"] = float(given["factor"])
+        fields["factor"] = _number(given, "factor", kind=kind)
+        if fields["factor"] < 1:
+            raise ValueError(f"rope factor must be >= 1, got {given['factor']!r}")
     if kind == "dynamic":  # transformers takes the trained length from the configuration, whatever the parameters say
         fields["original_max_seq_len"] = max_seq_len
     if kind in ("llama3", "yarn"):
-        fields["original_max_seq_len"] = int(given["original_max_position_embeddings"])
+        fields["original_max_seq_len"] = int(_number(given, "original_max_position_embeddings", kind=kind))
     if kind == "llama3":
-        fields["low_freq_factor"] = float(given["low_freq_factor"])
-        fields["high_freq_factor"] = float(given["high_freq_factor"])
+        fields["low_freq_factor"] = _number(given, "low_freq_factor", kind=kind)
+        fields["high_freq_factor"] = _number(given, "high_freq_factor", kind=kind)
+        if fields["low_freq_factor"] >= fields["high_freq_factor"]:
+            raise ValueError(
+                f"low_freq_factor={fields['low_freq_factor']} must be below high_freq_factor={fields['high_freq_factor']}"
+            )
     if kind == "yarn":
-        fields["beta_fast"] = float(given.get("beta_fast") or 32)
-        fields["beta_slow"] = float(given.get("beta_slow") or 1)
-        fields["truncate"] = bool(given.get("truncate", True))
+        fields["beta_fast"] = _number(given, "beta_fast") if given.get("beta_fast") else 32.0
+        fields["beta_slow"] = _number(given, "beta_slow") if given.get("beta_slow") else 1.0
+        fields["truncate"] = given.get("truncate", True)
+        if not isinstance(fields["truncate"], bool):
+            raise ValueError(f"truncate must be true or false, got {given['truncate']!r}")
         fields["attention_factor"] = _yarn_attention_factor(given)
     return Rope(**fields)
+
+
+def _number(given: dict[str, Any], name: str, *, above: int | float = 0, kind: str = "default") -> float:
+    if name not in given:
+        raise ValueError(f"rope_type={kind!r} needs {name}, which is missing or null")
+    return number(name, given[name], above=above)
+
+
+def _rotary_dim(head_dim: int, fraction: float) -> int:
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(
+            f"head_dim={head_dim} (where it is not given, hidden_size / num_attention_heads) and partial_rotary_factor={fraction!r} "
+            f"rotate {rotary_dim} dimensions: it must be an even number"
+        )
+    return rotary_dim
 
 
 def _yarn_attention_factor(given: dict[str, Any]) -> float:
     """The factor on cos and sin: given, or from the context extension as the paper has it."""
     if "attention_factor" in given:
-        return float(given["attention_factor"])
+        return _number(given, "attention_factor")
+    factor = _number(given, "factor")
 
     def grown(mscale: float) -> float:
-        return 1.0 if given["factor"] <= 1 else 0.1 * mscale * math.log(given["factor"]) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return grown(given["mscale"]) / grown(given["mscale_all_dim"])
+        return grown(_number(given, "mscale")) / grown(_number(given, "mscale_all_dim"))
     return grown(1.0)
 
 

@@ -1,4 +1,11 @@
 """Between tokens and text: prompts in a model's chat template, end tokens, and text that grows with its tokens.
 
-It asks of a tokenizer what transformers' tokenizers offer. It knows neither models nor caches, and imports no jax.
+It knows what transformers' tokenizers offer, and where finished text is written to. It knows neither models nor caches nor how
+tokens are chosen, and imports no jax and nothing of jaxkv.
 """
+
+from jaxkv.text.chat import encode, end_tokens
+from jaxkv.text.detokenizer import Detokenizer
+from jaxkv.text.text_stream import Answers, Terminal, TextStream
+
+__all__ = ["Answers", "Detokenizer", "Terminal", "TextStream", "encode", "end_tokens"]

@@ -56,14 +56,16 @@ class Picture:
         if theme not in (None, *GROUND):
             raise ValueError(f"theme must be 'light', 'dark' or None, got {theme!r}")
         if path.suffix == ".txt":
-            path.write_text(self.text + "\n")
+            path.write_text(self.text + "\n", encoding="utf-8")
         elif path.suffix == ".html":
             style = f"<style>{_ground('body', theme)} body {{margin: 16px}}</style>"
-            path.write_text(f'<!doctype html><html><head><meta charset="utf-8">{style}</head><body>{self.html}</body></html>\n')
+            page = f'<!doctype html><html><head><meta charset="utf-8">{style}</head><body>{self.html}</body></html>\n'
+            path.write_text(page, encoding="utf-8")
         elif path.suffix == ".svg":
             if self.html.count("<svg") != 1 or not self.html.startswith("<svg"):
                 raise ValueError(f"this picture is more than one drawing: save it as .html, not as {path.name}")
-            path.write_text(self.html.replace(">", f"><style>{_ground('svg', theme)}</style>", 1) + "\n")
+            drawing = self.html.replace(">", f"><style>{_ground('svg', theme)}</style>", 1)
+            path.write_text(drawing + "\n", encoding="utf-8")
         else:
             raise ValueError(f"a picture is saved as .svg, .html or .txt, got {path.name}")
 

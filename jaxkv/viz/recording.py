@@ -114,24 +114,26 @@ def timeline(recording: Recording | Sequence[Frame], *, max_frames: int = 40) ->
     steps = np.unique(np.linspace(0, len(frames) - 1, min(max_frames, len(frames))).round().astype(int))
     pictures = [picture(frames[i].cache, names=frames[i].names, salt=nth) for nth, i in enumerate(steps)]
     fullest = max(range(len(steps)), key=lambda n: cache_stats(frames[steps[n]].cache).pages_used)
-    # The script needs nothing but the slider it stands in; without scripts the fullest moment is what one sees.
-    switch = (
+    titled = [(f"step {i + 1} of {len(frames)}", p) for i, p in zip(steps.tolist(), pictures)]
+    return Picture(_slider(titled, fullest), "\n\n".join(f"{title}: {p.text}" for title, p in titled))
+
+
+def _slider(titled: Sequence[tuple[str, Picture]], first: int) -> str:
+    """Pictures of which one is shown at a time, and what chooses it; without scripts it is the first to be shown."""
+    switch = (  # it needs nothing but the slider it stands in, so that a page may have several
         "const all = this.closest('.jaxkv-timeline').querySelectorAll('[data-step]');"
         "all.forEach((e, i) => e.style.display = i == this.value ? 'block' : 'none');"
         "this.nextElementSibling.textContent = all[this.value].dataset.step"
     )
     shown = "".join(
-        f'<div data-step="step {i + 1} of {len(frames)}" style="display:{"block" if nth == fullest else "none"}">{p.html}</div>'
-        for nth, (i, p) in enumerate(zip(steps.tolist(), pictures))
+        f'<div data-step="{title}" style="display:{"block" if nth == first else "none"}">{p.html}</div>'
+        for nth, (title, p) in enumerate(titled)
     )
     head = (
-        f'<input type="range" min="0" max="{len(steps) - 1}" value="{fullest}" style="width:480px;max-width:65%" '
-        f'aria-label="step" oninput="{switch}"> <span>step {steps[fullest] + 1} of {len(frames)}</span>'
+        f'<input type="range" min="0" max="{len(titled) - 1}" value="{first}" style="width:480px;max-width:65%" '
+        f'aria-label="step" oninput="{switch}"> <span>{titled[first][0]}</span>'
     )
-    words = "\n\n".join(f"step {i + 1} of {len(frames)}: {p.text}" for i, p in zip(steps.tolist(), pictures))
-    return Picture(
-        f'<div class="jaxkv-timeline" style="max-width:{WIDTH}px;font:12px system-ui,sans-serif">{head}{shown}</div>', words
-    )
+    return f'<div class="jaxkv-timeline" style="max-width:{WIDTH}px;font:12px system-ui,sans-serif">{head}{shown}</div>'
 
 
 def compare(recording: Recording | Frame) -> Picture:
@@ -149,23 +151,29 @@ def compare(recording: Recording | Frame) -> Picture:
     cache, stats = frame.cache, cache_stats(frame.cache)
     longest = cache.block_tables.shape[1] * cache.page_size
     reserved, paged = len(cache.lengths) * longest, stats.pages_used * cache.page_size
-    rows = min(len(cache.lengths), 64)
-    pitch = 14 if rows <= 16 else 10
     lines = [
         f"contiguous: {reserved} slots reserved, {1 - stats.tokens / reserved:.0%} of them empty",
         f"paged:      {paged} slots taken, {stats.waste:.0%} of them empty; {reserved / max(paged, 1):.1f} times less memory",
     ]
-    parts, top, room = [text(0, 12, lines[0])], 22, WIDTH - LABEL - AFTER
-    for row, (name, length) in enumerate(zip(frame.names[:rows], cache.lengths.tolist())):
-        y = top + row * pitch
-        parts += [
-            text(0, y + pitch - 5, name, size=11 if pitch > 12 else 8),
-            f'<rect x="{LABEL}" y="{y}" width="{room}" height="{pitch - 3}" fill="{colour(row)}" fill-opacity="0.3"/>',
-            f'<rect x="{LABEL}" y="{y}" width="{room * length / longest:.4g}" height="{pitch - 3}" fill="{colour(row)}"/>',
-            text(WIDTH - 2, y + pitch - 5, f"{length} of {longest}", anchor="end", size=11 if pitch > 12 else 8),
-        ]
-    top += rows * pitch
-    parts.append(text(0, top + LINE, " ".join(lines[1].split())))
+    parts, top = _bars(frame, longest, 22)
+    parts = [text(0, 12, lines[0]), *parts, text(0, top + LINE, " ".join(lines[1].split()))]
     below = picture(cache, names=frame.names)
     drawing = svg(parts, top + LINE + 8, "; ".join(lines))
     return Picture(f"<div>{drawing}{below.html}</div>", "\n".join([*lines, "", below.text]))
+
+
+def _bars(frame: Frame, longest: int, top: int) -> tuple[list[str], int]:
+    """A bar for each row, as wide as the longest sequence and filled as far as it holds tokens; and where they end."""
+    rows, room = min(len(frame.cache.lengths), 64), WIDTH - LABEL - AFTER
+    pitch = 14 if rows <= 16 else 10
+    size = 11 if pitch > 12 else 8
+    parts = []
+    for row, (name, length) in enumerate(zip(frame.names[:rows], frame.cache.lengths.tolist())):
+        y = top + row * pitch
+        parts += [
+            text(0, y + pitch - 5, name, size=size),
+            f'<rect x="{LABEL}" y="{y}" width="{room}" height="{pitch - 3}" fill="{colour(row)}" fill-opacity="0.3"/>',
+            f'<rect x="{LABEL}" y="{y}" width="{room * length / longest:.4g}" height="{pitch - 3}" fill="{colour(row)}"/>',
+            text(WIDTH - 2, y + pitch - 5, f"{length} of {longest}", anchor="end", size=size),
+        ]
+    return parts, top + rows * pitch

@@ -5,7 +5,6 @@ The host holds at most one parameter and the tensor being read at any time, beyo
 
 import dataclasses
 import math
-import re
 import sys
 from collections.abc import Mapping
 
@@ -19,46 +18,10 @@ from jaxkv.config import ModelConfig
 from jaxkv.families import Tensor, family_of
 from jaxkv.model.decoder import Decoder, parameter_name
 from jaxkv.sharding import sharding_of
+from jaxkv.weights.matching import match
 from jaxkv.weights.source import Source
 
 _PROGRESS_FROM = 64 * 2**20  # bytes; smaller models are there before a bar could be read
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def match(config: ModelConfig, source: Source) -> dict[str, str]:
-    """Find every tensor of the family's table in the source.
-
-    Returns:
-      Name in the table -> name in the source.
-
-    Raises:
-      ValueError: lists all tensors that are missing, left over, of a wrong shape or of a dtype that holds no weights.
-    """
-    family = family_of(config.family)
-    found: dict[str, str] = {}
-    faults: list[str] = []
-    for tensor in family.tensors(config):
-        spellings = source.spellings(tensor.name)
-        name = next((s for s in spellings if s in source.tensors), None)
-        if name is None:
-            faults.append(f"missing {spellings[0]} {list(tensor.shape)}")
-            continue
-        found[tensor.name] = name
-        shape, dtype = source.tensors[name]
-        if shape != tensor.shape:
-            faults.append(f"{name} has shape {list(shape)}, expected {list(tensor.shape)}")
-        if dtype not in _DTYPES:
-            faults.append(f"{name} has dtype {dtype}, supported are {', '.join(_DTYPES)}")
-    tied = source.spellings(family.lm_head) if config.tie_embeddings else ()
-    harmless = [*source.harmless, *map(re.escape, tied)]
-    for name in source.tensors.keys() - set(found.values()):
-        if not any(re.fullmatch(pattern, name) for pattern in harmless):
-            faults.append(f"unknown tensor {name} {list(source.tensors[name][0])}")
-    if faults:
-        faults.sort()
-        lines = "\n  ".join(faults)
-        raise ValueError(f"{source.where} does not fit its {config.family} configuration ({len(faults)} faults):\n  {lines}")
-    return found
 
 
 def stored_dtype(source: Source) -> str:

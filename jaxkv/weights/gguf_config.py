@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import Rope
+from jaxkv.families.checking import number, token
 from jaxkv.model.rotary import inverse_frequencies
 from jaxkv.weights.gguf_file import GGUFFile
 
@@ -30,7 +31,7 @@ class _Metadata:
     def __init__(self, file: GGUFFile):
         self.file = file
         name = file.metadata.get("general.architecture")
-        if name not in FAMILY_OF_ARCHITECTURE:
+        if not isinstance(name, str) or name not in FAMILY_OF_ARCHITECTURE:
             known = ", ".join(FAMILY_OF_ARCHITECTURE)
             raise ValueError(f"unknown GGUF architecture {name!r} (general.architecture); supported: {known}")
         self.architecture: str = name
@@ -38,19 +39,23 @@ class _Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
-    def __getitem__(self, key: str) -> Any:
-        value = self.get(key)
+    def number(self, key: str, default: Any = None) -> Any:
+        """A number above 0, with a default unless that is None; it may be written once per layer, then all layers must agree."""
+        value = self.get(key, default)
         if value is None:
             raise ValueError(f"the GGUF metadata lacks {self.architecture}.{key}")
-        return value
-
-    def number(self, key: str, default: Any = None) -> Any:
-        """A number that may be written once per layer; then all layers must agree."""
-        value = self[key] if default is None else self.get(key, default)
         values = value if isinstance(value, list) else [value]
-        if len(set(values)) != 1:
+        if len({repr(v) for v in values}) != 1:
             raise ValueError(f"unsupported {self.architecture}.{key}={value}: it differs between layers")
+        number(f"{self.architecture}.{key}", values[0], above=0)
         return values[0]
+
+    def size(self, key: str, default: Any = None) -> int:
+        """The same, a whole number."""
+        value = self.number(key, default)
+        if not isinstance(value, int) or value >= 2**31:
+            raise ValueError(f"{self.architecture}.{key} must be an integer below 2147483648, got {value!r}")
+        return value
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
@@ -83,24 +88,26 @@ def read_fields(file: GGUFFile) -> dict[str, Any]:
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:
     ids = {k: file.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("bos", "eos", "padding", "eot", "eom")}
+    for name, value in ids.items():
+        token(f"tokenizer.ggml.{name}_token_id", value)
     ends = dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None)
     return {"bos_token_id": ids["bos"], "eos_token_id": list(ends) or None, "pad_token_id": ids["padding"]}
 
 
 def _llama_like(m: _Metadata) -> dict[str, Any]:
-    heads = m.number("attention.head_count")
-    head_dim = m.get("attention.key_length", m["embedding_length"] // heads)
+    heads = m.size("attention.head_count")
+    head_dim = m.size("attention.key_length", m.size("embedding_length") // heads)
     if m.get("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"unsupported value_length={m.get('attention.value_length')} with key_length={head_dim}")
     fields = {
-        "max_position_embeddings": m["context_length"],
-        "hidden_size": m["embedding_length"],
-        "num_hidden_layers": m["block_count"],
-        "intermediate_size": m.number("feed_forward_length"),
+        "max_position_embeddings": m.size("context_length"),
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
+        "intermediate_size": m.size("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": m.number("attention.head_count_kv", heads),
+        "num_key_value_heads": m.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": m["attention.layer_norm_rms_epsilon"],
+        "rms_norm_eps": m.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(m, head_dim),
     }
     if m.architecture == "llama":
@@ -121,6 +128,8 @@ def _gemma(m: _Metadata, fields: dict[str, Any]) -> dict[str, Any]:
     if layers == (46 if gemma2 else 62):
         scalar = fields["hidden_size"] // fields["num_attention_heads"]
     pattern = m.get("attention.sliding_window_pattern", 2 if gemma2 else 6)
+    if not isinstance(pattern, list):
+        pattern = m.size("attention.sliding_window_pattern", 2 if gemma2 else 6)
     slides = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
     out = {
         "query_pre_attn_scalar": scalar,
@@ -138,33 +147,33 @@ def _gemma(m: _Metadata, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _gpt2(m: _Metadata) -> dict[str, Any]:
     return {
-        "n_embd": m["embedding_length"],
-        "n_layer": m["block_count"],
-        "n_head": m.number("attention.head_count"),
-        "n_inner": m.number("feed_forward_length"),
-        "n_positions": m["context_length"],
-        "layer_norm_epsilon": m["attention.layer_norm_epsilon"],
+        "n_embd": m.size("embedding_length"),
+        "n_layer": m.size("block_count"),
+        "n_head": m.size("attention.head_count"),
+        "n_inner": m.size("feed_forward_length"),
+        "n_positions": m.size("context_length"),
+        "layer_norm_epsilon": m.number("attention.layer_norm_epsilon"),
     }
 
 
 def _gpt_neox(m: _Metadata) -> dict[str, Any]:
-    heads = m.number("attention.head_count")
+    heads = m.size("attention.head_count")
     return {
-        "hidden_size": m["embedding_length"],
-        "num_hidden_layers": m["block_count"],
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": m.size("block_count"),
         "num_attention_heads": heads,
-        "intermediate_size": m.number("feed_forward_length"),
-        "max_position_embeddings": m["context_length"],
-        "layer_norm_eps": m["attention.layer_norm_epsilon"],
+        "intermediate_size": m.size("feed_forward_length"),
+        "max_position_embeddings": m.size("context_length"),
+        "layer_norm_eps": m.number("attention.layer_norm_epsilon"),
         "use_parallel_residual": m.get("use_parallel_residual", True),
         "attention_bias": m.has("blk.0.attn_qkv.bias"),
-        "rope_parameters": _rope(m, m["embedding_length"] // heads),
+        "rope_parameters": _rope(m, m.size("embedding_length") // heads),
     }
 
 
 def _rope(m: _Metadata, head_dim: int) -> dict[str, Any]:
-    theta = m.get("rope.freq_base", 10_000.0)
-    rotary_dim = m.get("rope.dimension_count", head_dim)
+    theta = m.number("rope.freq_base", 10_000.0)
+    rotary_dim = m.size("rope.dimension_count", head_dim)
     out = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / head_dim}
     if m.has("rope_factors_long.weight") or m.has("rope_factors_short.weight"):
         raise ValueError("unsupported rope scaling 'longrope' (tensors rope_factors_long, rope_factors_short)")
@@ -180,9 +189,9 @@ def _rope(m: _Metadata, head_dim: int) -> dict[str, Any]:
     for key, value in scaling.items():
         if key not in _SCALING_KNOWN and value != _SCALING_NEUTRAL.get(key):
             raise ValueError(f"unsupported {prefix}{key}={value!r}")
-    out |= {"rope_type": kind, "factor": m["rope.scaling.factor"]}
+    out |= {"rope_type": kind, "factor": m.number("rope.scaling.factor")}
     if kind == "yarn":
-        out["original_max_position_embeddings"] = m["rope.scaling.original_context_length"]
+        out["original_max_position_embeddings"] = m.size("rope.scaling.original_context_length")
         out |= {theirs: scaling[ours] for ours, theirs in _YARN.items() if ours in scaling}
     return out
 

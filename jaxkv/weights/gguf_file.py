@@ -13,6 +13,7 @@ import functools
 import math
 import mmap
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _MAX_DIMS = 4
 class GGUFTensor:
     """One tensor: its shape with the fastest axis last, its storage type, and where its bytes are."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
@@ -146,14 +148,47 @@ class GGUFFile:
         items, nbytes = GGML_QUANT_SIZES[kind]
         if name in self.tensors or (shape and shape[-1] % items):
             raise ValueError(f"{self.path} is corrupt: tensor {name} of shape {list(shape)} is no {kind.name}")
-        return GGUFTensor(name, shape, kind, cursor.scalar("Q", name), math.prod(shape) // items * nbytes)
+        return GGUFTensor(self.path, name, shape, kind, cursor.scalar("Q", name), math.prod(shape) // items * nbytes)
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as float32."""
         tensor = self.tensors[name]
-        packed = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.offset)
+        packed = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
         rows = packed.reshape(*tensor.shape[:-1], -1)
         return dequantize(rows, tensor.kind).reshape(tensor.shape)
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """A GGUF file, or all parts of one that was split, whichever part is given: model-00001-of-00003.gguf.
+
+    Raises:
+      FileNotFoundError: a part is missing.
+      ValueError: as for `GGUFFile`, or the parts do not belong together.
+    """
+    file = GGUFFile(path)
+    count = file.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count <= 1:
+        return file
+    named = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if named is None or int(named[3]) != count:
+        raise ValueError(f"{path} is one of {count} parts: name them NAME-00001-of-{count:05}.gguf and so on")
+    paths = [path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [p.name for p in paths if not p.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path} is one of {count} parts, and {len(missing)} are missing: {', '.join(missing)}")
+    parts = [file if p == path else GGUFFile(p) for p in paths]
+    first, tensors = parts[0], {}
+    for number, part in enumerate(parts):
+        if part.metadata.get("split.no") != number or part.metadata.get("split.count") != count:
+            raise ValueError(f"{part.path} says that it is part {part.metadata.get('split.no')}, expected {number} (split.no)")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ValueError(f"{part.path} holds the tensor {min(twice)}, which {tensors[min(twice)].path} holds as well")
+        tensors |= part.tensors
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise ValueError(f"{path}: its {count} parts hold {len(tensors)} tensors, expected {expected} (split.tensors.count)")
+    first.tensors = tensors
+    return first
 
 
 @functools.cache

@@ -1,40 +1,28 @@
 """A tokenizer from a GGUF file's metadata.
 
 Two kinds of vocabulary occur: byte-level BPE with its merges ("gpt2"), and SentencePiece BPE ("llama"), whose merges are not in
-the file and follow from the vocabulary: a piece's rank is its place in it.
+the file and follow from the vocabulary: a piece's score is its rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.families.hf import transformers
 from jaxkv.weights.gguf_file import GGUFFile
+from jaxkv.weights.gguf_splits import SPLITS, Split
+from jaxkv.weights.tokenizer_warning import no_tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"  # SentencePiece's visible space
 
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# tokenizer.ggml.pre -> the expression that cuts text into words; None is GPT-2's own, "digits" cuts each digit off first.
-_SPLITS: dict[str, str | None] = {
-    "gpt-2": None,
-    "default": None,
-    "olmo": None,
-    "phi-2": None,
-    "mpt": None,
-    "smollm": "digits",
-    "starcoder": "digits",
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-}
+
+def gguf_tokenizer(file: GGUFFile) -> Any:
+    """As `build_tokenizer`, but None and a `TokenizerWarning` where the file's tokenizer is not supported or broken."""
+    try:
+        return build_tokenizer(file)
+    except ValueError as error:
+        no_tokenizer(str(error))
+        return None
 
 
 def build_tokenizer(file: GGUFFile) -> Any:
@@ -46,21 +34,22 @@ def build_tokenizer(file: GGUFFile) -> Any:
     ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items() if k.startswith("tokenizer.ggml.")}
     if "tokens" not in ggml:
         return None
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _bpe, "gemma4": _bpe, "llama": _sentencepiece}
     kind = ggml.get("model")
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise ValueError(f"{file.path} has an unsupported tokenizer.ggml.model={kind!r} (supported: {', '.join(builders)})")
     try:
-        backend = builders[kind](ggml, file.metadata["general.architecture"])
-        special = _special_tokens(ggml)
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{file.path} has an incomplete tokenizer: {error!r}") from error
+        architecture = file.metadata["general.architecture"]
+        backend = builders[kind](ggml, architecture)
+        _add_begin_and_end(backend, ggml, kind)
+        context, special = file.metadata.get(f"{architecture}.context_length"), _special_tokens(ggml)
+        tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
-    _add_begin_and_end(backend, ggml, kind)
-    context = file.metadata.get(f"{file.metadata['general.architecture']}.context_length")
-    tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=context, **special)
-    tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
+    except Exception as error:  # entries that are missing or of a wrong type make KeyError, TypeError or Rust's own errors
+        raise ValueError(f"{file.path} has an incomplete tokenizer: {error!r}") from error
+    template = file.metadata.get("tokenizer.chat_template")
+    tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
 
 
@@ -70,28 +59,42 @@ def _special_tokens(ggml: dict[str, Any]) -> dict[str, str]:
     return {name: ggml["tokens"][i] for name, i in found.items() if i is not None}
 
 
-def _byte_level(ggml: dict[str, Any], architecture: str) -> Any:
+def _split(ggml: dict[str, Any]) -> Split:
+    name = "gemma4" if ggml["model"] == "gemma4" else ggml.get("pre", "default")
+    if name not in SPLITS:
+        raise ValueError(f"unsupported tokenizer.ggml.pre={name!r} (supported: {', '.join(sorted(SPLITS))})")
+    return SPLITS[name]
+
+
+def _bpe(ggml: dict[str, Any], architecture: str) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = ggml.get("pre", "default")
-    if name not in _SPLITS:
-        raise ValueError(f"unsupported tokenizer.ggml.pre={name!r} (supported: {', '.join(_SPLITS)})")
+    split = _split(ggml)
     vocab = {token: i for i, token in enumerate(ggml["tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in ggml["merges"]]
-    for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
-            raise ValueError(f"the merge {' '.join(merge)!r} of tokenizer.ggml.merges is not in its vocabulary")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    split = _SPLITS[name]
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (None, "digits"))]
-    if split == "digits":
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    elif split is not None:
-        steps.insert(0, pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    merges = []
+    for merge in ggml["merges"]:
+        cut = merge.find(" ", 1)  # a token may begin with a blank
+        first, second = merge[:cut], merge[cut + 1 :]
+        if cut < 0 or not {first, second, first + second} <= vocab.keys():
+            raise ValueError(f"the merge {merge!r} of tokenizer.ggml.merges is not in its vocabulary")
+        merges.append((first, second))
+    by_bytes = split.spaces == "bytes"
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_words, byte_fallback=not by_bytes)
+    tokenizer = Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.Split(Regex(e), behavior="isolated") for e in split.expressions]
+    if by_bytes:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        visible = split.spaces == "visible"
+        tokenizer.decoder = decoders.Sequence(
+            [*[decoders.Replace(_SPACE, " ")] * visible, decoders.ByteFallback(), decoders.Fuse()]
+        )
+        if visible:
+            tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if split is _QWEN2:
+    if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, ggml)
     return tokenizer
 
@@ -105,7 +108,16 @@ def _sentencepiece(ggml: dict[str, Any], architecture: str) -> Any:
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = tokens[ggml.get("unknown_token_id", 0)]
     byte_fallback = "<0x00>" in vocab
-    model = models.BPE(vocab=vocab, merges=implied_merges(vocab), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+    scores = ggml.get("scores")
+    if scores is not None and len(scores) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    model = models.BPE(
+        vocab=vocab,
+        merges=implied_merges(vocab, scores),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=byte_fallback,
+    )
     tokenizer = Tokenizer(model)
     prefix = ggml.get("add_space_prefix", not gemma)
     visible = normalizers.Replace(" ", _SPACE)
@@ -116,13 +128,13 @@ def _sentencepiece(ggml: dict[str, Any], architecture: str) -> Any:
     return tokenizer
 
 
-def implied_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """All ways to join two pieces into a third, the earliest pieces of the vocabulary first."""
+def implied_merges(vocab: dict[str, int], scores: Sequence[float] | None = None) -> list[tuple[str, str]]:
+    """All ways to join two pieces into a third; the piece of the highest score first, or else the earliest of the vocabulary."""
     found = []
     for piece, rank in vocab.items():
         splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
         pairs = [(vocab[a], vocab[b], a, b) for a, b in splits if a in vocab and b in vocab]
-        found += [(rank, *pair) for pair in pairs]
+        found += [(-scores[rank] if scores else 0.0, rank, *pair) for pair in pairs]
     found.sort()
     return [(a, b) for *_, a, b in found]
 
@@ -142,7 +154,8 @@ def _add_begin_and_end(tokenizer: Any, ggml: dict[str, Any], kind: str) -> None:
     """Put the begin and end tokens around every text where the file says so."""
     from tokenizers import processors
 
-    begin = ggml.get("add_bos_token", kind == "llama") and ggml.get("bos_token_id") is not None
+    usual = kind == "llama" or _split(ggml).begin
+    begin = ggml.get("add_bos_token", usual) and ggml.get("bos_token_id") is not None
     end = ggml.get("add_eos_token", False) and ggml.get("eos_token_id") is not None
     ids = [ggml[f"{name}_token_id"] for name, wanted in (("bos", begin), ("eos", end)) if wanted]
     if not ids:

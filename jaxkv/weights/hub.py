@@ -19,8 +19,12 @@ def download_folder(model_id: str) -> Path:
     try:
         return Path(snapshot_download(model_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise FileNotFoundError(f"no folder, file or model of the hub is called {model_id!r}: {error}") from error
+        raise FileNotFoundError(f"no folder, file or model of the hub is called {model_id!r}: {_line(error)}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ConnectionError(
-            f"{model_id!r} is no local folder, is not in the hub's cache, and the hub cannot be reached: {error}"
+            f"{model_id!r} is no local folder, is not in the hub's cache, and the hub cannot be reached: {_line(error)}"
         ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

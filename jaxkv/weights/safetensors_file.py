@@ -1,6 +1,7 @@
 """Safetensors: the tensors of a Hugging Face folder, in one file or in shards; and a writer that streams."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def read_json(path: Path) -> dict:
         raise FileNotFoundError(f"{path} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of too many digits, nested too deep
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, expected an object")
@@ -35,25 +36,65 @@ def read_json(path: Path) -> dict:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder.
 
+    A single file counts before an index: transformers leaves the index of a sharded model behind when a smaller one is saved over
+    it. Shards that are complete need no index.
+
     Raises:
-      FileNotFoundError: there are none, or shards that the index names are missing.
+      FileNotFoundError: there are none, or some of the shards are missing.
       ValueError: the index is broken.
     """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
         names = index.get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
             raise ValueError(f"{folder / INDEX} has no weight_map")
         files = [folder / name for name in sorted(set(names.values()))]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise FileNotFoundError(f"{folder} lacks {len(missing)} of its {len(files)} weight files: {', '.join(missing)}")
-        return files
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.msgpack", "*.h5") for p in folder.glob(pattern))
-    hint = f"; it has {', '.join(others)}, which must be converted to safetensors first" if others else ""
-    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+    else:
+        files = _shards(folder)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {len(missing)} of its {len(files)} weight files: {', '.join(missing)}")
+    if not files:
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}{what_else(folder)}")
+    return files
+
+
+def _shards(folder: Path) -> list[Path]:
+    """All shards that there must be, by the name of any of them: model-00001-of-00003.safetensors."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if found := re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", path.name):
+            start, _, count = found.groups()
+            return [folder / f"{start}{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    return []
+
+
+def what_else(folder: Path) -> str:
+    """What a folder that holds no model holds instead, and the way out; "" where nothing is known about it."""
+
+    def names(*patterns: str) -> str:
+        return ", ".join(sorted(p.name for pattern in patterns for p in folder.glob(pattern)))
+
+    if names("adapter_config.json", "adapter_model.*"):
+        return (
+            f"; it holds an adapter ({names('adapter_config.json', 'adapter_model.*')}), which must be merged into its base model "
+            "first (in peft: merge_and_unload, then save_pretrained)"
+        )
+    if found := names("*.gguf"):
+        return f"; it holds GGUF files, give one of them instead of the folder: {found}"
+    if found := names("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5"):
+        return (
+            f"; it has {found}, which must be converted to safetensors first (where torch is: "
+            "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder))"
+        )
+    if found := names("consolidated*.safetensors"):
+        return f"; it has {found}, Mistral's own form: take the files of the model's form for transformers"
+    if found := names("*.safetensors"):
+        return f"; it has {found}, which is no name of a model's weights"
+    if folder.parent.name == "snapshots":  # how the hub's cache is laid out
+        return "; of a model on the hub only safetensors are fetched: download a GGUF file by hand, and give its path"
+    return ""
 
 
 class SafetensorsSource:

@@ -1,16 +1,12 @@
-"""Text out of tokens as they come: never half a character, and several texts in a readable order."""
+"""Several texts that grow at the same time, written in a readable order."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from jaxkv.text.detokenizer import Detokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes bytes into that are no character (yet)."""
-
-MAX_INCOMPLETE = 3
-"""Bytes an unfinished character can have, and so how much of a text's end may still change."""
 
 # What may not reach a terminal: everything that could move the cursor or start an escape sequence, but tab and newline.
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
@@ -31,46 +27,6 @@ class Terminal(Protocol):
     def isatty(self) -> bool:
         """Whether somebody is looking."""
         ...
-
-
-class Detokenizer:
-    """Turns a growing list of tokens into text that only ever gets longer.
-
-    A window of the latest tokens is decoded: decoding depends on the neighbours (a leading blank, a character split over
-    tokens), but not on those far away. A character that never becomes complete stays out of the text.
-
-    Args:
-      tokenizer: anything with transformers' `decode`.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self._start = 0  # of the window
-        self._next_start = 0  # tokens[_start:_next_start] are the neighbours of what is new
-        self._out = 0  # characters of the window's text that are out already
-
-    def add(self, token: int) -> str:
-        """The text that one more token makes certain; "" while a character is incomplete."""
-        self.tokens.append(token)
-        text = self._decode()
-        certain = _without_unfinished(text)
-        new = certain[self._out :]
-        self._out = max(self._out, len(certain))
-        if new and certain == text:
-            self._start, self._next_start = self._next_start, len(self.tokens)
-            self._out = len(self._decode())
-        return new
-
-    def _decode(self) -> str:
-        window = self.tokens[self._start :]
-        return str(self.tokenizer.decode(window, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _without_unfinished(text: str) -> str:
-    for _ in range(MAX_INCOMPLETE):
-        text = text.removesuffix(INCOMPLETE)
-    return text
 
 
 class TextStream:
@@ -156,6 +112,7 @@ class Answers:
             self._end(index)
 
     def _end(self, index: int) -> None:
+        self._say(index, self._detokenizers[index].finish())
         if self.stream is not None:
             self.stream.end(index)
 

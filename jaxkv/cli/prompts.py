@@ -1,0 +1,96 @@
+"""From what was typed to token arrays: prompts, how many new tokens there is room for, and padding."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxkv.text import encode
+
+DEFAULT_NEW_TOKENS = 256
+SHORTEST_WIDTH = 32
+
+
+@runtime_checkable
+class Keyboard(Protocol):
+    """What is asked of stdin."""
+
+    def read(self) -> str:
+        """All of it."""
+        ...
+
+    def isatty(self) -> bool:
+        """Whether somebody would have to type."""
+        ...
+
+
+def read_prompts(arguments: Sequence[str], stdin: Keyboard) -> list[str]:
+    """The prompts: those given, '-' replaced by all of stdin; stdin too where none is given and it is no terminal.
+
+    Raises:
+      ValueError: there is none, or one is empty.
+    """
+    if not arguments and not stdin.isatty():
+        arguments = ["-"]
+    if not arguments:
+        raise ValueError("no prompt given (write one, or '-' for stdin)")
+    if sum(a == "-" for a in arguments) > 1:
+        raise ValueError("'-' is given more than once, but stdin can be read only once")
+    prompts = [_all_of(stdin).rstrip("\n") if a == "-" else a for a in arguments]
+    for number, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # how Python spells bytes of an argument that are no UTF-8
+            raise ValueError(f"prompt {number} is not UTF-8: {prompt!r}")
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} is empty: {prompt!r}")
+    return prompts
+
+
+def _all_of(stdin: Keyboard) -> str:
+    try:
+        return stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8: {error}") from error
+
+
+def token_rows(tokenizer: Any, prompts: Sequence[str], *, raw: bool) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+      ValueError: a prompt has none, or the chat template refuses it.
+    """
+    rows = [encode(tokenizer, prompt, raw=raw) for prompt in prompts]
+    if not all(rows):
+        raise ValueError(f"prompt {[*map(bool, rows)].index(False) + 1} has no tokens")
+    return rows
+
+
+def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: int) -> int:
+    """How many tokens every prompt may get.
+
+    Raises:
+      ValueError: the model has no room for a prompt, or not for as many tokens as wanted.
+    """
+    longest = max(lengths)
+    number = list(lengths).index(longest) + 1
+    room = max_seq_len - longest
+    if room < 1:
+        raise ValueError(f"prompt {number} has {longest} tokens, and the model allows {max_seq_len}, new ones included")
+    if wanted is not None and wanted > room:
+        raise ValueError(
+            f"--max-new-tokens {wanted} is too many: prompt {number} has {longest} tokens, and the model allows {max_seq_len}"
+        )
+    return min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
+
+
+def padded(rows: Sequence[Sequence[int]], max_seq_len: int, *, exact: bool) -> np.ndarray:
+    """i32[rows, width]; width a power of two, so that prompts of similar length share one compiled program.
+
+    `exact` keeps to the longest prompt: a pool has to hold the width, which matters to those who chose its size.
+    """
+    width = longest = max(map(len, rows))
+    if not exact:
+        width = min(max(SHORTEST_WIDTH, 1 << (longest - 1).bit_length()), max_seq_len)
+    out = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out

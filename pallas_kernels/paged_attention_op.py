@@ -70,23 +70,11 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    *,
-    num_queries: jax.Array | None = None,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, lengths: jax.Array, *,
+    num_queries: jax.Array | None = None, scale: float | None = None, sliding_window: int | None = None,
+    logits_soft_cap: float | None = None, sinks: jax.Array | None = None, k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None, return_lse: bool = False, deterministic: bool = False, implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """Causal attention of each row's newest tokens over the keys and values in its pages.
 
     The new tokens' own keys and values must be in their pages already. Works under `jax.jit`, `jax.vmap` and `jax.grad`; the axis words
@@ -121,31 +109,36 @@ def paged_attention(
 
     Source: online softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867); pages as in PagedAttention (arXiv:2309.06180).
     """
-    if q.ndim not in (3, 4):
-        raise ValueError(f"q must be [batch, heads, head_dim] or [batch, queries, heads, head_dim], got shape {q.shape}")
-    decode = q.ndim == 3
-    if decode and num_queries is not None:
-        raise ValueError("num_queries goes with a 4-D q; a 3-D q has one query per row")
-    q4 = q[:, None] if decode else q
+    q4 = _four_axes(q, num_queries)
     opts.check_pages(k_pages, v_pages, k_scales, v_scales)
     opts.check_queries(q4, k_pages, block_tables, lengths, num_queries, sinks)
-    options = AttentionOptions(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        deterministic=deterministic,
-    )
     check_name(implementation, k_pages.shape, k_pages.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = AttentionOptions(scale, sliding_window, logits_soft_cap, deterministic)
     if num_queries is None:
         num_queries = jnp.full((q4.shape[0],), q4.shape[1], jnp.int32)
-    if 0 in q.shape:
-        out, lse = jnp.zeros(q4.shape, q.dtype), jnp.zeros(q4.shape[:3], jnp.float32)
-    else:
-        problem = Problem(q4, k_pages, v_pages, block_tables, lengths, num_queries, sinks, k_scales, v_scales)
-        out, lse = _attend(problem, options, implementation, named_capability())
-    if decode:
-        out, lse = out[:, 0], lse[:, 0]
+    problem = Problem(q4, k_pages, v_pages, block_tables, lengths, num_queries, sinks, k_scales, v_scales)
+    results = _attend_if_any(problem, options, implementation)
+    out, lse = (x[:, 0] for x in results) if q.ndim == 3 else results
     return (out, lse) if return_lse else out
+
+
+def _four_axes(q: jax.Array, num_queries: jax.Array | None) -> jax.Array:
+    """Queries with an axis for the new tokens of a row, which plain decode leaves out."""
+    if q.ndim not in (3, 4):
+        raise ValueError(f"q must be [batch, heads, head_dim] or [batch, queries, heads, head_dim], got shape {q.shape}")
+    if q.ndim == 3 and num_queries is not None:
+        raise ValueError("num_queries goes with a 4-D q; a 3-D q has one query per row")
+    return q[:, None] if q.ndim == 3 else q
+
+
+def _attend_if_any(problem: Problem, options: AttentionOptions, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """The attention of the queries, if there are any."""
+    q = problem.q
+    if 0 in q.shape:
+        return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], jnp.float32)
+    out, lse = _attend(problem, options, implementation, named_capability())
+    return out, lse
 
 
 def paged_prefill_attention(

@@ -27,26 +27,13 @@ from jaxkv.model.decoder import Decoder
 
 
 def generate(
-    model: Decoder,
-    prompts: Prompts,
-    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    key: Array | None = None,
-    eos_token_id: Ends = None,
-    num_samples: int = 1,
-    token_limits: Int[Array | np.ndarray, " num_prompts"] | None = None,
-    page_size: int = 16,
-    num_pages: int | None = None,
-    max_seqs: int | None = None,
-    prefill_chunk: int | None = None,
-    cache_dtype: str | None = None,
-    deterministic: bool = False,
-    implementation: str | None = None,
-    on_token: Callable[[int, int, int, int], None] | None = None,
+    model: Decoder, prompts: Prompts, prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None, *,
+    max_new_tokens: int, sampling: Sampling | None = None, key: Array | None = None, eos_token_id: Ends = None, num_samples: int = 1,
+    token_limits: Int[Array | np.ndarray, " num_prompts"] | None = None, page_size: int = 16, num_pages: int | None = None,
+    max_seqs: int | None = None, prefill_chunk: int | None = None, cache_dtype: str | None = None, deterministic: bool = False,
+    implementation: str | None = None, on_token: Callable[[int, int, int, int], None] | None = None,
     speculative: NGram | Draft | None = None,
-) -> GenerateOutput:
+) -> GenerateOutput:  # fmt: skip
     """Generate from prompts of different lengths by continuous batching over a paged cache, on the device.
 
     `max_seqs` rows work at a time; the other prompts wait, and move in as rows end. Pages are taken as sequences grow; when

@@ -57,7 +57,7 @@ def shown(value: Any) -> str:
     """A value that somebody passed, in one short line for a message."""
     text = repr(value) if isinstance(value, str | int | float | list | tuple | dict | np.generic | None) else ""
     dtype, shape = (getattr(value, name, None) for name in ("dtype", "shape"))
-    if not text and dtype is not None and shape is not None:
+    if not text and dtype is not None and isinstance(shape, tuple):
         text = f"{dtype}{list(shape)}"
     elif not text or len(text) > 10_000:
         text = f"a {type(value).__name__}"

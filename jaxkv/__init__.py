@@ -1,8 +1,25 @@
-"""jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`."""
+"""jaxkv: a paged KV cache, continuous batching and decoding for JAX, entirely usable inside your own `jax.jit`.
+
+    model, tokenizer = jaxkv.load("folder, hub id or .gguf file")
+    prompts = tokenizer(["texts", "to continue"])["input_ids"]
+
+    generate(model, prompts, max_new_tokens=64)        tokens of all prompts, batched on the device
+    stream(model, prompts, max_new_tokens=64)          the same tokens one by one, as they are made
+    beam_search(model, prompts, num_beams=4, ...)      the most probable continuations
+    Sampling(temperature=0.8, top_p=0.95)              how tokens are chosen: sampling=..., with key=jax.random.key(0)
+    NGram(), Draft(smaller_model)                      fewer steps for the same tokens: speculative=...
+    score(model, tokens), sequences, mismatch          log-probabilities, for training on what was generated
+    PagedKVCache.create, extend, step                  the cache by hand: allocate, fork, truncate, free
+    save(model, folder, tokenizer=tokenizer)           files that transformers loads, too
+    AutoModelForCausalLM.from_pretrained(name)         the names of transformers, and its `generate`
+    viz.page_map(cache), viz.record(model, ...)        pictures of a cache at work
+
+Each says in its docstring what it takes and what it raises. Tokens and text (`jaxkv.text`) and the command line (`python -m jaxkv`)
+stand beside it. Nothing here holds state: models and caches go in and come out.
+"""
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.cache.report import CacheStats
@@ -27,11 +44,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
+_INSTEAD = {
+    "LLM": "model, tokenizer = jaxkv.load(name), and jaxkv.generate(model, tokenizer(texts)['input_ids'], max_new_tokens=...)",
+    "SamplingParams": "jaxkv.Sampling(temperature=..., top_k=..., top_p=..., min_p=...), and max_new_tokens of jaxkv.generate",
+    "AutoTokenizer": "the tokenizer that jaxkv.load returns beside the model, or transformers.AutoTokenizer",
+}
+"""What people look for who come from elsewhere, and what there is."""
+
+
+def __getattr__(name: str) -> Any:
     """`jaxkv.viz`, loaded when it is asked for: drawing is no part of decoding."""
     if name == "viz":
         return importlib.import_module("jaxkv.viz")
+    if name in _INSTEAD:  # `from jaxkv import` would replace the text of an AttributeError by its own
+        raise ImportError(f"jaxkv has no {name}; use {_INSTEAD[name]}")
     raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 __all__ = [

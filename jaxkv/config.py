@@ -6,7 +6,10 @@ names (see `jaxkv.families` for those) and holds no array, so that it can be a s
 
 import dataclasses
 import math
-from typing import Literal
+import operator
+from typing import Any, Literal
+
+import numpy as np
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 NormKind = Literal["rms", "layer"]
@@ -21,6 +24,45 @@ QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def integer(name: str, value: Any, least: int = 1) -> int:
+    """A setting as Python's int: NumPy's integers, and arrays of one integer, are integers too.
+
+    Raises:
+      ValueError: it is none, is traced, or is not `least` to 2^31 - 1.
+    """
+    whole = None
+    if "bool" not in str(getattr(value, "dtype", type(value).__name__)):
+        try:
+            whole = operator.index(value)
+        except TypeError as error:  # also of a traced value, whose own message has ten lines
+            traced = "Tracer" in type(error).__name__ or "Tracer" in type(value).__name__
+            _require(
+                not traced, f"{name} is traced, but decides on shapes: give a Python integer, or make it a static argument"
+            )
+    if whole is None or whole < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {shown(value)}")
+    _require(whole < 2**31, f"{name} must be an integer <= {2**31 - 1}, got {shown(value)}")
+    return whole
+
+
+def number(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raise ValueError unless a setting is one finite number (or None where it is optional)."""
+    known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    _require((optional and value is None) or (known and math.isfinite(value)), f"{name} must be a number, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value that somebody passed, in one short line for a message."""
+    text = repr(value) if isinstance(value, str | int | float | list | tuple | dict | np.generic | None) else ""
+    dtype, shape = (getattr(value, name, None) for name in ("dtype", "shape"))
+    if not text and dtype is not None and isinstance(shape, tuple):
+        text = f"{dtype}{list(shape)}"
+    elif not text or len(text) > 10_000:
+        text = f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:70]}..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +99,10 @@ class Rope:
     truncate: bool = True
 
     def __post_init__(self):
+        for name in ("rotary_dim", "original_max_seq_len"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            number(f"rope {name}", getattr(self, name))
         _require(self.theta > 1, f"rope theta must be > 1, got {self.theta}")
         _require(
             self.rotary_dim > 0 and self.rotary_dim % 2 == 0, f"rotary_dim must be even and positive, got {self.rotary_dim}"
@@ -143,18 +189,14 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self):
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_seq_len",
-        ):
-            value = getattr(self, name)
-            _require(isinstance(value, int) and value > 0, f"{name} must be a positive integer, got {value!r}")
+        sizes = "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size max_seq_len".split()
+        for name in [*sizes, *(["embed_size"] if self.embed_size is not None else [])]:
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        object.__setattr__(self, "position_offset", integer("position_offset", self.position_offset, 0))
+        for name, least in (("windows", 1), ("eos_token_ids", -(2**31))):
+            given = getattr(self, name)
+            _require(isinstance(given, tuple | list), f"{name} must be a tuple, got {shown(given)}")
+            object.__setattr__(self, name, tuple(None if x is None else integer(name, x, least) for x in given))
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})",
@@ -169,17 +211,13 @@ class ModelConfig:
             f"positions={self.positions!r} does not go with rope={self.rope}: rotary needs one, learned takes none",
         )
         for rope in (self.rope, self.local_rope):
-            if rope is not None:
-                _require(
-                    rope.rotary_dim <= self.head_dim,
-                    f"rotary_dim {rope.rotary_dim} is larger than head_dim {self.head_dim}",
-                )
+            _require(rope is None or isinstance(rope, Rope), f"rope must be a jaxkv.Rope, got {shown(rope)}")
+            dims = 0 if rope is None else rope.rotary_dim
+            _require(dims <= self.head_dim, f"rotary_dim {dims} is larger than head_dim {self.head_dim}")
         _require(
             len(self.windows) in (0, self.num_layers),
             f"windows has {len(self.windows)} entries for {self.num_layers} layers",
         )
-        for window in self.windows:
-            _require(window is None or window > 0, f"a sliding window must be positive, got {window}")
 
     @property
     def q_per_kv(self) -> int:
@@ -203,7 +241,9 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """Size of a paged cache.
+    """Sizes of a paged cache as one value: `PagedKVCache.of_sizes(config, sizes)` makes it.
+
+    Hashable, so that it can be a static argument of `jax.jit`, where a cache is made inside.
 
     Args:
       num_pages: pages in the pool, the null page (page 0) included, >= 2.
@@ -223,15 +263,9 @@ class CacheConfig:
     dtype: str | None = None
 
     def __post_init__(self):
-        for name, least in (("page_size", 1), ("max_seqs", 1), ("max_seq_len", 1)):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= least,
-                f"{name} must be an integer >= {least}, got {value!r}",
-            )
-        dtypes = _DTYPES + QUANTIZED_DTYPES
-        _require(self.dtype is None or self.dtype in dtypes, f"dtype must be one of {dtypes} or None, got {self.dtype!r}")
-        _require(isinstance(self.num_pages, int), f"num_pages must be an integer, got {self.num_pages!r}")
+        for name, least in (("page_size", 1), ("max_seqs", 1), ("max_seq_len", 1), ("num_pages", 0)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
+        check_cache_dtype("dtype", self.dtype)
         _require(
             self.num_pages >= 2,
             f"num_pages must be >= 2 (page 0 is the null page and holds nothing), got {self.num_pages}; one sequence of "
@@ -242,6 +276,15 @@ class CacheConfig:
     def pages_per_seq(self) -> int:
         """Width of a block table: pages that one longest row needs."""
         return pages_for(self.max_seq_len, self.page_size)
+
+
+def check_cache_dtype(name: str, dtype: Any) -> None:
+    """Raise ValueError unless it is None or the name of a dtype that keys and values can be stored in."""
+    dtypes = _DTYPES + QUANTIZED_DTYPES
+    _require(
+        dtype is None or (isinstance(dtype, str) and dtype in dtypes),
+        f"{name} must be one of {dtypes} or None, got {shown(dtype)}",
+    )
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -156,7 +156,7 @@ class CausalLM:
         if not use_cache:
             if past_key_values is not None:
                 raise ValueError("past_key_values goes with use_cache=True")
-            logits, past = self.decoder(jnp.asarray(ids)), None
+            logits, past = self.decoder(np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, 0)), None
         else:
             past = _with_room(self.decoder, past_key_values, lengths, page_size)
             logits, past = extend(self.decoder, past, jnp.asarray(ids), jnp.asarray(lengths), all_logits=True)

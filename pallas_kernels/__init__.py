@@ -19,3 +19,7 @@ from pallas_kernels.quantization import quantize
 from pallas_kernels.write_pages_op import write_pages
 
 __all__ = ["paged_attention", "paged_prefill_attention", "product", "quantize", "write_pages"]
+
+
+def __dir__() -> list[str]:
+    return __all__

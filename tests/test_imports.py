@@ -23,10 +23,10 @@ MAX_FILES = 6  # directly in jaxkv/
 MIN_SENTENCES = 3  # of the docstring of a folder's __init__.py
 
 NOT_YET: dict[str, set[str]] = {
-    "lines": {"jaxkv/cache/paged_kv_cache.py"},
+    "lines": set(),
     "function": {"jaxkv/decode/beam_search.py:beam_search", "jaxkv/hf.py:CausalLM.generate"},
     "parameters": set(),
-    "docstring": {"jaxkv/__init__.py"},
+    "docstring": set(),
 }
 
 # Every file or folder of jaxkv, and what it may import besides itself; "jaxkv" is the public package.

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -26,9 +25,9 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.cache.allocation import pages_needed, rows_served
 from jaxkv.cache.free_list import FreeList
 from jaxkv.cache.pages import Pages
-from jaxkv.cache.report import Bookkeeping, CacheStats, cache_stats, find_faults
+from jaxkv.cache.readings import Readings
 from jaxkv.cache.tables import Tables
-from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.config import CacheConfig, ModelConfig, integer, shown
 
 
 def when(pred: Array, update: Callable[[Any], Any], state: Any) -> Any:
@@ -40,8 +39,8 @@ def when(pred: Array, update: Callable[[Any], Any], state: Any) -> Any:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PagedKVCache:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PagedKVCache(Readings):
     """Keys and values of `seqs` sequences in pages.
 
     Make one with `PagedKVCache.create`. Every operation returns a new cache; donate the old one (or work inside one jit), or
@@ -53,7 +52,7 @@ class PagedKVCache:
       free_list: reference counts, the stack of free pages, and the rows that were refused pages.
     """
 
-    pages: tuple[Pages, ...] = dataclasses.field(repr=False)  # contents are megabytes
+    pages: tuple[Pages, ...]
     tables: Tables
     free_list: FreeList
 
@@ -82,66 +81,24 @@ class PagedKVCache:
 
     @classmethod
     def of_sizes(cls, config: ModelConfig, sizes: CacheConfig, mesh: Mesh | None = None) -> "PagedKVCache":
-        """`create` with all sizes in one value.
+        """`create` with all sizes in one hashable value, which can be a static argument of `jax.jit`.
+
+        Args:
+          config: as for `create`.
+          sizes: `jaxkv.CacheConfig(num_pages=..., page_size=..., max_seqs=..., max_seq_len=...)`.
+          mesh: as for `create`.
 
         Raises:
           ValueError: as `create`.
         """
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"config must be a jaxkv.ModelConfig, model.config, got {shown(config)}")
+        if not isinstance(sizes, CacheConfig):
+            raise ValueError(f"sizes must be a jaxkv.CacheConfig, got {shown(sizes)}")
         if sizes.max_seq_len > config.max_seq_len:
             raise ValueError(f"max_seq_len is {sizes.max_seq_len}, but the model allows {config.max_seq_len} tokens")
         pages = tuple(Pages.create(config, sizes, mesh) for _ in range(config.num_layers))
         return cls(pages, Tables.create(sizes), FreeList.create(sizes))
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page holds."""
-        return self.tables.page_size
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in the pool, the null page included."""
-        return self.free_list.num_pages
-
-    @property
-    def max_seqs(self) -> int:
-        """Rows."""
-        return self.tables.max_seqs
-
-    @property
-    def pages_per_seq(self) -> int:
-        """Width of the block tables."""
-        return self.tables.pages_per_seq
-
-    @property
-    def block_tables(self) -> Int[Array, "seqs pages_per_seq"]:
-        """Pages of each row in order of position, i32[seqs, pages_per_seq]."""
-        return self.tables.block_tables
-
-    @property
-    def lengths(self) -> Int[Array, " seqs"]:
-        """Tokens valid per row, i32[seqs]."""
-        return self.tables.lengths
-
-    @property
-    def ref_counts(self) -> Int[Array, " num_pages"]:
-        """Table entries that name each page, i32[num_pages]; 0 for free pages and the null page."""
-        return self.free_list.ref_counts
-
-    @property
-    def num_free(self) -> Int[Array, ""]:
-        """Free pages, i32[]."""
-        return self.free_list.num_free
-
-    @property
-    def num_used(self) -> Int[Array, ""]:
-        """Pages in use, i32[]."""
-        return self.num_pages - 1 - self.num_free
-
-    @property
-    def out_of_pages(self) -> Bool[Array, " seqs"]:
-        """Rows that an `allocate` could not serve, bool[seqs]; they keep what they had and take no more tokens until `free` or
-        `fork` gives them a new start."""
-        return self.free_list.out_of_pages
 
     def with_pages(self, pages: tuple[Pages, ...]) -> "PagedKVCache":
         """The cache with other contents."""
@@ -149,13 +106,14 @@ class PagedKVCache:
 
     def pages_held(self) -> Int[Array, " seqs"]:
         """Pages in each row's table."""
+        self.alive()
         return self.tables.pages_held()
 
     def pages_needed(self, num_tokens: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
         """Free pages that `allocate(num_tokens)` takes for each row, those for copy-on-write included."""
+        self.alive()
         return pages_needed(self.tables, self.free_list, num_tokens, num_tokens > 0)[0]
 
-    @functools.partial(jax.jit, static_argnames="max_tokens", inline=True)  # outside jit its loops would compile at every call
     def allocate(self, num_tokens: Int[Array, " seqs"], *, max_tokens: int | None = None) -> "PagedKVCache":
         """Room for more tokens; `lengths` stay as they are.
 
@@ -165,7 +123,15 @@ class PagedKVCache:
         Args:
           num_tokens: tokens to make room for behind each row's length, >= 0.
           max_tokens: a static bound on `num_tokens`, which keeps the work small; by default any row may take a whole table.
+
+        Raises:
+          ValueError: the cache was donated.
         """
+        self.alive()
+        return self._allocate(num_tokens, max_tokens=None if max_tokens is None else integer("max_tokens", max_tokens, 0))
+
+    @functools.partial(jax.jit, static_argnames="max_tokens", inline=True)  # outside jit its loops would compile at every call
+    def _allocate(self, num_tokens: Array, *, max_tokens: int | None) -> "PagedKVCache":
         num_tokens = jnp.asarray(num_tokens, jnp.int32)
         served = rows_served(self.tables, self.free_list, num_tokens)
         cache = self._with_out_of_pages(self.out_of_pages | ((num_tokens > 0) & ~served))
@@ -195,15 +161,23 @@ class PagedKVCache:
 
     def advance(self, num_tokens: Int[Array, " seqs"]) -> "PagedKVCache":
         """Count tokens as held; room for them must have been allocated."""
+        self.alive()
         return dataclasses.replace(self, tables=self.tables.advance(num_tokens))
 
-    @functools.partial(jax.jit, inline=True)
     def free(self, rows: ArrayLike) -> "PagedKVCache":
         """Empty rows; pages that no other row names return to the pool.
 
         Args:
           rows: bool[seqs], or row numbers (those out of range are ignored).
+
+        Raises:
+          ValueError: the cache was donated.
         """
+        self.alive()
+        return self._free(rows)
+
+    @functools.partial(jax.jit, inline=True)
+    def _free(self, rows: ArrayLike) -> "PagedKVCache":
         rows, none = self._mask(rows), jnp.zeros_like(self.lengths)
         return when(jnp.any(rows), lambda c: c.assign(rows, none, none), self)
 
@@ -235,6 +209,7 @@ class PagedKVCache:
           src, dst: row numbers, i32[n] or scalars; pairs with a number out of range are ignored; no `dst` twice.
           lengths: i32[n], share only this many first tokens; by default all.
         """
+        self.alive()
         src, dst = self._in_range(src), self._in_range(dst)
         dst = jnp.where(src < self.max_seqs, dst, self.max_seqs)
         source = jnp.arange(self.max_seqs, dtype=jnp.int32).at[dst].set(src, mode="drop")
@@ -250,6 +225,7 @@ class PagedKVCache:
 
         `out_of_pages` stays: which tokens a row lost, and whether they are cut off now, the cache does not know.
         """
+        self.alive()
         keep = jnp.minimum(self.lengths, lengths)
         cache = self.assign(jnp.ones(self.max_seqs, bool), jnp.arange(self.max_seqs, dtype=jnp.int32), keep)
         return cache._with_out_of_pages(self.out_of_pages)
@@ -264,6 +240,7 @@ class PagedKVCache:
           source: i32[seqs], where each of them gets its pages from.
           lengths: i32[seqs], tokens to keep, at most those of the source; negative is 0.
         """
+        self.alive()
         lengths = jnp.maximum(lengths, 0)
         tables = self.tables.prefixes(source, lengths)
         gained, lost = self._named_by(rows, tables).reshape(-1), self._named_by(rows, self.block_tables).reshape(-1)
@@ -280,31 +257,21 @@ class PagedKVCache:
         Args:
           num_pages, pages_per_seq: new sizes, at least the old ones.
         """
+        self.alive()
         return PagedKVCache(
             tuple(p.grown(num_pages) for p in self.pages), self.tables.widened(pages_per_seq), self.free_list.grown(num_pages)
         )
 
-    def check(self) -> None:
-        """Verify the bookkeeping on the host.
-
-        Raises:
-          ValueError: a page leaks, is freed twice or owned twice without a count, a table names a free page, ...; names all.
-        """
-        if faults := find_faults(self.bookkeeping()):
-            raise ValueError("cache is inconsistent: " + "; ".join(faults))
-
-    def stats(self) -> CacheStats:
-        """Numbers about the cache, read back to the host."""
-        return cache_stats(self.bookkeeping())
-
-    def bookkeeping(self) -> Bookkeeping:
-        """Tables, lengths, counts and the free stack, read back to the host; what `jaxkv.viz` draws."""
-        tables, lengths, counts, free = map(
-            np.asarray, (self.block_tables, self.lengths, self.ref_counts, self.free_list.free_pages)
-        )
-        return Bookkeeping(tables, lengths, counts, free, int(self.num_free), self.page_size)
-
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if self.donated:
+            return None  # a notebook then shows its repr
         from jaxkv.viz.cache_picture import picture  # only here: a cache that nobody looks at needs no pictures
 
         return picture(self.bookkeeping()).html
+
+
+def check_cache(cache: Any) -> None:
+    """Raise ValueError unless it is a `PagedKVCache` that was not donated."""
+    if not isinstance(cache, PagedKVCache):
+        raise ValueError(f"cache must be a jaxkv.PagedKVCache, got {shown(cache)}")
+    cache.alive()

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Bookkeeping(NamedTuple):
-    """The integers of a `PagedKVCache`, read back to the host; see there for their meaning."""
+    """The integers of a `PagedKVCache`, read back to the host; see there for their meaning. `page_bytes`: of one page, all layers."""
 
     block_tables: np.ndarray
     lengths: np.ndarray
@@ -14,12 +14,14 @@ class Bookkeeping(NamedTuple):
     free_pages: np.ndarray
     num_free: int
     page_size: int
+    page_bytes: int = 0
 
 
 class CacheStats(NamedTuple):
     """Numbers about a cache, on the host: counts of pages and tokens, and the share of reserved slots that are empty.
 
-    `tokens` counts a shared token once per row; `slots_used` once. waste = 1 - slots_used / (pages_used * page_size).
+    `tokens` counts a shared token once per row; `slots_used` once. waste = 1 - slots_used / (pages_used * page_size). `bytes_total` is
+    what the pool takes, null page included, of all layers and devices; `bytes_used` that of the pages in use.
     """
 
     pages_total: int
@@ -29,6 +31,8 @@ class CacheStats(NamedTuple):
     tokens: int
     slots_used: int
     waste: float
+    bytes_total: int = 0
+    bytes_used: int = 0
 
 
 def find_faults(cache: Bookkeeping) -> list[str]:
@@ -88,4 +92,6 @@ def cache_stats(cache: Bookkeeping) -> CacheStats:
         tokens=int(cache.lengths.sum()),
         slots_used=slots,
         waste=1 - slots / (used * cache.page_size) if used else 0.0,
+        bytes_total=len(counts) * cache.page_bytes,
+        bytes_used=used * cache.page_bytes,
     )

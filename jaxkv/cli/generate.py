@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     rows = token_rows(tokenizer, prompts, raw=args.raw)
     lengths = [len(row) for row in rows]
     ends = end_tokens(tokenizer, config.eos_token_ids, raw=args.raw)
+    ends = tuple(end for end in ends if end < config.vocab_size)  # a tokenizer may have more tokens than the model
     options = {
         "max_new_tokens": new_token_budget(lengths, args.max_new_tokens, config.max_seq_len),
         "sampling": sampling,

@@ -11,7 +11,7 @@ another, and one that can no longer improve gives its pages back while the other
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,19 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.config import CacheConfig, pages_for
+from jaxkv.config import CacheConfig, integer, number, pages_for, shown
 from jaxkv.decode.beams import Beams, Rules, candidates, select
 from jaxkv.decode.prompts import (
     Ends,
     Prompts,
-    check_counts,
-    check_tokens,
     end_tokens,
     longest_sequence,
+    numerics_of,
     pad_prompts,
 )
 from jaxkv.decode.run_state import Chunk
 from jaxkv.decode.step import StepInputs, step_logits
-from jaxkv.model.decoder import Decoder
+from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
 
@@ -115,26 +114,35 @@ def beam_search(
 
     Source: transformers 5, `GenerationMixin._beam_search`.
     """
-    prompts, lengths = pad_prompts(prompts, prompt_lengths)
+    check_decoder(model)
+    prompts, lengths = pad_prompts(prompts, prompt_lengths, model.config.vocab_size)
     eos = end_tokens(model.config, eos_token_id)
-    if not isinstance(early_stopping, bool) and early_stopping != "never":
-        raise ValueError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
-    if jnp.shape(length_penalty) != ():
-        raise ValueError(f"length_penalty must be one number, got shape {list(jnp.shape(length_penalty))}")
+    rules = _rules(length_penalty, early_stopping)
     width = prompts.shape[1]
-    chunk = Chunk.holding(None, width, 1).tokens if prefill_chunk is None else prefill_chunk
-    check_counts(
-        num_beams=num_beams, max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences, page_size=page_size,
-        prefill_chunk=chunk,
-    )  # fmt: skip
-    numerics = Numerics(implementation, deterministic)
-    search = _Search(num_beams, max_new_tokens, num_return_sequences, chunk, numerics)
+    search = _Search(
+        integer("num_beams", num_beams),
+        integer("max_new_tokens", max_new_tokens),
+        integer("num_return_sequences", num_return_sequences),
+        Chunk.holding(None, width, 1).tokens if prefill_chunk is None else integer("prefill_chunk", prefill_chunk),
+        numerics_of(implementation, deterministic),
+    )
     _check(search, eos.shape[0], model.config.vocab_size)
-    check_tokens(prompts, lengths, model.config.vocab_size)
-    sizes = _cache_sizes(model, lengths, width, search, page_size, num_pages)
-    eager, patient = early_stopping is True, early_stopping == "never"
-    rules = Rules(jnp.asarray(length_penalty, jnp.float32), jnp.asarray(eager), jnp.asarray(patient))
+    num_pages = None if num_pages is None else integer("num_pages", num_pages, 0)
+    sizes = _cache_sizes(model, lengths, width, search, integer("page_size", page_size), num_pages)
     return _beam_search(model, prompts, lengths, rules, eos, search, sizes)
+
+
+def _rules(length_penalty: Any, early_stopping: Any) -> Rules:
+    stop = early_stopping
+    if not isinstance(stop, bool | np.bool_) and not (isinstance(stop, str) and stop == "never"):
+        raise ValueError(f"early_stopping must be True, False or 'never', got {shown(stop)}")
+    if not isinstance(length_penalty, jax.Array):
+        number("length_penalty", length_penalty)
+    elif length_penalty.shape != ():
+        raise ValueError(f"length_penalty must be one number, got shape {list(length_penalty.shape)}")
+    patient = isinstance(stop, str)
+    eager = not patient and bool(stop)
+    return Rules(jnp.asarray(length_penalty, jnp.float32), jnp.asarray(eager), jnp.asarray(patient))
 
 
 def _check(search: _Search, num_ends: int, vocab: int) -> None:

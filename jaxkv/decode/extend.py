@@ -1,6 +1,7 @@
 """`extend`: new tokens for any rows of a cache, by hand."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +9,19 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.decode.prompts import check_tokens
-from jaxkv.model.decoder import Decoder
+from jaxkv.cache.paged_kv_cache import PagedKVCache, check_cache
+from jaxkv.decode.prompts import check_flags, numerics_of
+from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
+from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_counts, read_rectangle
 from jaxkv.ops.numerics import Numerics
 
 
 def extend(
     model: Decoder,
     cache: PagedKVCache,
-    tokens: Int[Array | np.ndarray, "seqs chunk"],
-    num_tokens: Int[Array | np.ndarray, " seqs"],
+    tokens: Int[Array | np.ndarray, "seqs chunk"] | Sequence[Sequence[int]],
+    num_tokens: Int[Array | np.ndarray, " seqs"] | Sequence[int],
     *,
     all_logits: bool = False,
     implementation: str | None = None,
@@ -46,23 +48,24 @@ def extend(
       ValueError: (outside jit) a token id or a count is out of range, a row would outgrow its table or the model, or the pool
         has too few free pages; nothing has happened then, and the cache given is still good.
     """
-    tokens, num_tokens = jnp.asarray(tokens), jnp.asarray(num_tokens)
-    if tokens.ndim != 2 or tokens.shape[0] != cache.max_seqs or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be [seqs, chunk] with seqs = {cache.max_seqs} and chunk > 0, got shape {tokens.shape}")
-    if num_tokens.shape != (cache.max_seqs,):
-        raise ValueError(f"num_tokens must be [seqs] = [{cache.max_seqs}], got shape {num_tokens.shape}")
-    static = (all_logits, Numerics(implementation, deterministic))
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((model, cache, tokens, num_tokens))):
-        return _extend(model, cache, tokens, num_tokens, *static)
-    check_tokens(tokens, num_tokens, model.config.vocab_size)
-    _check_room(cache, np.asarray(num_tokens), tokens.shape[1], model.config.max_seq_len)
-    return _extend_jit(model, cache, tokens, num_tokens, *static)
+    check_decoder(model)
+    check_cache(cache)
+    check_flags(all_logits=all_logits)
+    ids = read_rectangle(tokens)
+    if ids.shape[0] != cache.max_seqs:
+        raise ValueError(f"tokens must be [seqs, chunk] with seqs = {cache.max_seqs} and chunk > 0, got shape {ids.shape}")
+    count = read_counts("num_tokens", num_tokens, cache.max_seqs, 0, ids.shape[1])
+    if count is None:
+        raise ValueError(f"num_tokens must say how many tokens of each row are real, [{cache.max_seqs}], got None")
+    check_tokens(ids, count, model.config.vocab_size, ROWS.tokens)
+    arguments = (model, cache, as_int32(ids), count, bool(all_logits), numerics_of(implementation, deterministic))
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[:4])):
+        return _extend(*arguments)
+    _check_room(cache, np.asarray(count), model.config.max_seq_len)
+    return _extend_jit(*arguments)
 
 
-def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, chunk: int, allowed: int) -> None:
-    wrong = np.flatnonzero((num_tokens < 0) | (num_tokens > chunk))
-    if wrong.size:
-        raise ValueError(f"num_tokens[{wrong[0]}] is {num_tokens[wrong[0]]}, but must be 0 to {chunk}")
+def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> None:
     room = cache.pages_per_seq * cache.page_size
     lengths, most = np.asarray(cache.lengths), min(room, allowed)
     long = np.flatnonzero((num_tokens > 0) & (lengths + num_tokens > most))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.cache.report import Bookkeeping
-from jaxkv.config import CacheConfig
+from jaxkv.config import CacheConfig, integer, shown
 from jaxkv.decode.device_scheduler import advance
 from jaxkv.decode.options import GenerateOptions, prepare
 from jaxkv.decode.outputs import GenerateOutput, GenerateStats, Token
@@ -108,7 +108,9 @@ def stream(
     if asked.on_token is not None:
         raise TypeError("stream() takes no on_token: it yields the tokens")
     job, plan, sizes = prepare(model, prompts, prompt_lengths, asked)
-    return _stream(model, job, plan, sizes, steps_per_turn, on_turn)
+    if on_turn is not None and not callable(on_turn):
+        raise ValueError(f"on_turn must be a function of (bookkeeping, requests), got {shown(on_turn)}")
+    return _stream(model, job, plan, sizes, integer("steps_per_turn", steps_per_turn), on_turn)
 
 
 def _stream(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig, turn: int, on_turn: Callable | None) -> Iterator[Token]:

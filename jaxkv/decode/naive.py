@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxkv.decode.prompts import Ends, Prompts, end_tokens, pad_prompts, prompt_keys, token_keys
-from jaxkv.decode.sampling import Sampling, sample
-from jaxkv.model.decoder import Decoder
+from jaxkv.config import integer
+from jaxkv.decode.prompts import Ends, Prompts, end_tokens, longest_sequence, pad_prompts, prompt_keys, token_keys
+from jaxkv.decode.sampling import Sampling, as_sampling, sample
+from jaxkv.model.decoder import Decoder, check_decoder
 
 
 def generate_naive(
@@ -38,8 +39,11 @@ def generate_naive(
     Raises:
       ValueError: as for `jaxkv.generate`.
     """
-    prompts, lengths = pad_prompts(prompts, prompt_lengths)
-    sampling = Sampling() if sampling is None else sampling
+    check_decoder(model)
+    prompts, lengths = pad_prompts(prompts, prompt_lengths, model.config.vocab_size)
+    max_new_tokens = integer("max_new_tokens", max_new_tokens)
+    longest_sequence(model.config, lengths, prompts.shape[1], max_new_tokens)
+    sampling = as_sampling(sampling)
     greedy = sampling.always_greedy
     keys = prompt_keys(key, prompts.shape[0], greedy=greedy)
     rows = sampling.per_row(prompts.shape[0])

@@ -7,24 +7,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxkv.config import CacheConfig, pages_for
+from jaxkv.config import CacheConfig, check_cache_dtype, integer, pages_for, shown
 from jaxkv.decode.prompts import (
     Ends,
-    Prompts,
-    check_counts,
+    check_flags,
     check_pool,
-    check_tokens,
     end_tokens,
     longest_sequence,
+    numerics_of,
     pad_prompts,
     prompt_keys,
     token_limits,
 )
 from jaxkv.decode.run_state import Chunk, Job, Plan
-from jaxkv.decode.sampling import Sampling
+from jaxkv.decode.sampling import Sampling, as_sampling
 from jaxkv.decode.speculative import Draft, NGram, speculate
-from jaxkv.model.decoder import Decoder
-from jaxkv.ops.numerics import Numerics
+from jaxkv.model.decoder import check_decoder
 
 MAX_SEQS = 64
 """Rows of the batch unless `max_seqs` says otherwise."""
@@ -32,7 +30,11 @@ MAX_SEQS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """The keyword arguments of `generate`; see there."""
+    """The keyword arguments of `generate`; see there. Those that say how much are integers from here on.
+
+    Raises:
+      ValueError: one is of another kind.
+    """
 
     max_new_tokens: int
     sampling: Sampling | None = None
@@ -50,6 +52,17 @@ class GenerateOptions:
     on_token: Callable[[int, int, int, int], None] | None = None
     speculative: NGram | Draft | None = None
 
+    def __post_init__(self):
+        required = {"max_new_tokens": 1, "num_samples": 1, "page_size": 1}
+        for name, least in {**required, "num_pages": 0, "max_seqs": 1, "prefill_chunk": 1}.items():
+            value = getattr(self, name)
+            if value is not None or name in required:
+                object.__setattr__(self, name, integer(name, value, least))
+        check_flags(deterministic=self.deterministic)
+        check_cache_dtype("cache_dtype", self.cache_dtype)
+        if self.on_token is not None and not callable(self.on_token):
+            raise ValueError(f"on_token must be a function of (prompt, sample, position, token), got {shown(self.on_token)}")
+
     @classmethod
     def of(cls, function: str, options: dict[str, Any]) -> "GenerateOptions":
         """The options of a function that hands its keyword arguments on.
@@ -65,28 +78,22 @@ class GenerateOptions:
         return cls(**options)
 
 
-def prepare(
-    model: Decoder, prompts: Prompts, lengths: Array | np.ndarray | None, options: GenerateOptions
-) -> tuple[Job, Plan, CacheConfig]:
+def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) -> tuple[Job, Plan, CacheConfig]:
     """Check all arguments, and sort them into traced and static ones.
 
     Raises:
       ValueError: as `generate`.
     """
+    check_decoder(model)
     o, config = options, model.config
-    prompts, lengths = pad_prompts(prompts, lengths)
+    prompts, lengths = pad_prompts(prompts, lengths, config.vocab_size)
     num_prompts, width = prompts.shape
-    check_counts(
-        max_new_tokens=o.max_new_tokens, num_samples=o.num_samples, page_size=o.page_size, max_seqs=o.max_seqs,
-        prefill_chunk=o.prefill_chunk,
-    )  # fmt: skip
     longest = longest_sequence(config, lengths, width, o.max_new_tokens)
-    check_tokens(prompts, lengths, config.vocab_size)
     max_seqs = min(num_prompts * o.num_samples, MAX_SEQS) if o.max_seqs is None else o.max_seqs
     num_pages = max_seqs * pages_for(longest, o.page_size) + 1 if o.num_pages is None else o.num_pages
     what = f"a prompt of up to {longest - o.max_new_tokens} and {o.max_new_tokens} new ones"
     check_pool(num_pages, o.page_size, longest, what)
-    sampling = Sampling() if o.sampling is None else o.sampling
+    sampling = as_sampling(o.sampling)
     greedy = sampling.always_greedy
     job = Job(
         prompts=prompts,
@@ -98,7 +105,7 @@ def prepare(
         num_samples=o.num_samples,
     )
     chunk = Chunk.holding(o.prefill_chunk, width, max_seqs)
-    plan = Plan(o.max_new_tokens, chunk, not greedy, Numerics(o.implementation, o.deterministic), o.on_token)
+    plan = Plan(o.max_new_tokens, chunk, not greedy, numerics_of(o.implementation, o.deterministic), o.on_token)
     if o.speculative is not None:
         job, plan = speculate(o.speculative, model, longest, job, plan)
     return job, plan, CacheConfig(num_pages, o.page_size, max_seqs, longest, o.cache_dtype)

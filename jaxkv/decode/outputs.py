@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -40,6 +41,26 @@ class GenerateOutput(NamedTuple):
     sampled_logprobs: Float[Array, "num_prompts num_samples max_new"]
     finished: Bool[Array, "num_prompts num_samples"]
     stats: GenerateStats
+
+    def __repr__(self) -> str:
+        """In words; shapes alone where values are traced or are no arrays."""
+        try:
+            prompts, samples, most = self.tokens.shape
+        except (AttributeError, ValueError):
+            return f"GenerateOutput({', '.join(self._fields)})"  # jax builds one of placeholders, or adds an axis
+        head = f"GenerateOutput({prompts} prompts, {samples} samples of each, of up to {most} tokens"
+        values = (self.lengths, self.finished, *self.stats)
+        if any(isinstance(x, Tracer) or not isinstance(x, Array | np.ndarray) for x in values):
+            return f"{head})"
+        made, ended = int(np.sum(np.asarray(self.lengths))), int(np.sum(np.asarray(self.finished)))
+        steps, preempted, pages, waste = (
+            np.asarray(x).item() for x in (self.stats.steps, self.stats.preemptions, self.stats.peak_pages, self.stats.waste)
+        )
+        return (
+            f"{head}:\n  {made} tokens made, {ended} of {prompts * samples} finished by an end token,\n"
+            f"  {steps} steps, {preempted} preemptions, {pages} pages at most, {waste:.0%} of their slots empty;\n"
+            "  .tokens, .lengths, .logprobs, .sampled_logprobs, .finished, .stats)"
+        )
 
     def _repr_html_(self) -> str:
         from jaxkv.viz.output_picture import output_svg  # only here: results that nobody looks at need no pictures

@@ -4,6 +4,7 @@ All checks run before any work and look only at what is known now: values that j
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
-from jaxkv.config import ModelConfig, pages_for
+from jaxkv.config import ModelConfig, pages_for, shown
+from jaxkv.model.token_ids import IDS, read_counts, read_ends, read_tokens
+from jaxkv.ops.numerics import Numerics
 
 Prompts = Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]]
 """Prompts as users give them: right-padded ids, or a list of lists of ids."""
@@ -20,59 +23,29 @@ Ends = int | Sequence[int] | Array | None
 
 
 def pad_prompts(
-    prompts: Prompts, lengths: Int[Array | np.ndarray, " num_prompts"] | None = None
+    prompts: Any, lengths: Any = None, vocab_size: int = IDS
 ) -> tuple[Int[Array, "num_prompts width"], Int[Array, " num_prompts"]]:
-    """Prompts as an array and their lengths; lists of ids are padded on the right with 0.
+    """Prompts as an array and their lengths; lists of ids are padded on the right with 0. See `read_tokens` for what is refused."""
+    return read_tokens(prompts, lengths, vocab_size=vocab_size)
+
+
+def check_flags(**values: Any) -> None:
+    """Raise ValueError for the first value that is not True or False."""
+    for name, flag in values.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise ValueError(f"{name} must be True or False, got {shown(flag)}")
+
+
+def numerics_of(implementation: Any, deterministic: Any) -> Numerics:
+    """How numbers are computed, out of two arguments that many functions take.
 
     Raises:
-      ValueError: no prompts, an empty one, or lengths that do not fit.
+      ValueError: one of them is something else.
     """
-    if isinstance(prompts, (list, tuple)):
-        if lengths is not None:
-            raise ValueError("prompt_lengths goes with an array of prompts; lists have lengths of their own")
-        if not prompts:
-            raise ValueError("prompts are empty: there must be at least one, of at least one token")
-        lengths = np.asarray([len(p) for p in prompts], np.int32)
-        prompts = np.asarray([[*p, *[0] * (max(lengths) - len(p))] for p in prompts], np.int32).reshape(len(lengths), -1)
-    prompts = jnp.asarray(prompts)
-    if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise ValueError(f"prompts must be integers [num_prompts, width], got {prompts.dtype}{list(prompts.shape)}")
-    if 0 in prompts.shape:
-        raise ValueError(f"prompts are empty (shape {list(prompts.shape)}): every prompt needs at least one token")
-    lengths = jnp.full(prompts.shape[0], prompts.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths)
-    if lengths.shape != (prompts.shape[0],):
-        raise ValueError(f"prompt_lengths must be [num_prompts] = [{prompts.shape[0]}], got shape {list(lengths.shape)}")
-    wrong = first_outside(lengths, 1, prompts.shape[1])
-    if wrong is not None:
-        raise ValueError(f"prompt {wrong} has length {lengths[wrong]}, but must have 1 to {prompts.shape[1]} tokens")
-    return prompts.astype(jnp.int32), lengths.astype(jnp.int32)
-
-
-def first_outside(values: Array, least: int, most: int) -> int | None:
-    """Index of the first value outside of [least, most], None where there is none or the values are traced."""
-    if isinstance(values, Tracer):
-        return None
-    known = np.asarray(values)
-    wrong = np.flatnonzero((known < least) | (known > most))
-    return int(wrong[0]) if wrong.size else None
-
-
-def check_tokens(tokens: Int[Array, "rows width"], real: Int[Array, " rows"], vocab_size: int) -> None:
-    """Raise ValueError if one of each row's first `real` token ids, where they are known now, is outside the vocabulary."""
-    if isinstance(tokens, Tracer) or isinstance(real, Tracer):
-        return
-    ids = np.asarray(tokens)
-    ids = ids[np.arange(ids.shape[1])[None, :] < np.asarray(real)[:, None]]
-    wrong = ids[(ids < 0) | (ids >= vocab_size)]
-    if wrong.size:
-        raise ValueError(f"token id {wrong[0]} is outside the vocabulary (0 to {vocab_size - 1})")
-
-
-def check_counts(**values: int | None) -> None:
-    """Raise ValueError for the first value that is neither None nor an integer >= 1."""
-    for name, n in values.items():
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise ValueError(f"{name} must be an integer >= 1, got {n!r}")
+    check_flags(deterministic=deterministic)
+    if implementation is not None and not isinstance(implementation, str):
+        raise ValueError(f"implementation must be None or a name, got {shown(implementation)}")
+    return Numerics(implementation, bool(deterministic))
 
 
 def longest_known(lengths: Int[Array, " num_prompts"], width: int) -> int:
@@ -95,21 +68,14 @@ def longest_sequence(config: ModelConfig, lengths: Int[Array, " num_prompts"], w
     return min(width + max_new, allowed)
 
 
-def token_limits(limits: Array | np.ndarray | None, num_prompts: int, max_new: int) -> Int[Array, " num_prompts"]:
+def token_limits(limits: Any, num_prompts: int, max_new: int) -> Int[Array, " num_prompts"]:
     """Tokens to generate for each prompt, `max_new` unless limits are given.
 
     Raises:
       ValueError: their number is wrong, or one is not 1 to `max_new`.
     """
-    if limits is None:
-        return jnp.full(num_prompts, max_new, jnp.int32)
-    limits = jnp.asarray(limits, jnp.int32)
-    if limits.shape != (num_prompts,):
-        raise ValueError(f"token_limits must be [num_prompts] = [{num_prompts}], got shape {list(limits.shape)}")
-    wrong = first_outside(limits, 1, max_new)
-    if wrong is not None:
-        raise ValueError(f"token_limits[{wrong}] is {limits[wrong]}, but must be 1 to max_new_tokens = {max_new}")
-    return jnp.clip(limits, 1, max_new)
+    counts = read_counts("token_limits", limits, num_prompts, 1, max_new, rule="max_new_tokens = ")
+    return jnp.full(num_prompts, max_new, jnp.int32) if counts is None else jnp.clip(counts, 1, max_new)
 
 
 def check_pool(num_pages: int, page_size: int, longest: int, what: str) -> None:
@@ -122,17 +88,15 @@ def check_pool(num_pages: int, page_size: int, longest: int, what: str) -> None:
         )
 
 
-def prompt_keys(key: Array | None, num_prompts: int, *, greedy: bool) -> Key[Array, " num_prompts"]:
+def prompt_keys(key: Any, num_prompts: int, *, greedy: bool) -> Key[Array, " num_prompts"]:
     """One key per prompt: `fold_in(key, i)` out of one key, or keys as they are given; some key where none is needed.
 
     Raises:
-      ValueError: there is none and it is needed, or their number is wrong.
+      ValueError: there is none and it is needed, it is no key, or their number is wrong.
     """
     if key is None and not greedy:
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-    keys: Array = jax.random.key(0) if key is None else key
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        keys = jax.random.wrap_key_data(keys)  # an old-style uint32 key
+    keys = jax.random.key(0) if key is None else _as_keys(key)
     if keys.ndim == 0:
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts))
     if keys.shape != (num_prompts,):
@@ -140,12 +104,25 @@ def prompt_keys(key: Array | None, num_prompts: int, *, greedy: bool) -> Key[Arr
     return keys
 
 
+def _as_keys(key: Any) -> Key[Array, "..."]:
+    """Keys as they are, or what an old-style uint32 key stands for."""
+    dtype = getattr(key, "dtype", None)
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array | np.ndarray) and dtype == np.uint32 and key.ndim in (1, 2):
+        try:
+            return jax.random.wrap_key_data(jnp.asarray(key))
+        except (TypeError, ValueError):  # its last axis is not that of a key
+            pass
+    seed = shown(key) if isinstance(key, int | np.integer) and not isinstance(key, bool) else "seed"
+    raise ValueError(f"key must be a key of jax.random, got {shown(key)}: pass key=jax.random.key({seed})")
+
+
 def token_keys(keys: Key[Array, " rows"], sample: Int[Array, " rows"], position: Int[Array, " rows"]) -> Key[Array, " rows"]:
     """The key that a token is drawn with: that of its prompt, folded with the number of its sample and then with its position."""
     return jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(keys, sample, position)
 
 
-def end_tokens(config: ModelConfig, ends: Ends) -> Int[Array, " ends"]:
-    """End tokens as i32[n]: the model's own for None; n is 0 for ()."""
-    ends = config.eos_token_ids if ends is None else ends
-    return jnp.atleast_1d(jnp.asarray(ends, jnp.int32))
+def end_tokens(config: ModelConfig, ends: Any) -> Int[Array, " ends"]:
+    """End tokens as i32[n]: the model's own for None; n is 0 for (). See `read_ends` for what is refused."""
+    return read_ends(ends, config.eos_token_ids, config.vocab_size)

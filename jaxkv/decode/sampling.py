@@ -6,6 +6,7 @@ the vocabulary: the least kept logit is found bit by bit, by 32 passes of counti
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from jaxkv.config import shown
 from pallas_kernels.row_tiles import in_row_tiles
 
 
@@ -21,6 +23,8 @@ from pallas_kernels.row_tiles import in_row_tiles
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. Every value may be a number, a traced scalar, or an array with one value per prompt.
+
+    None is off, as in transformers: no filter, and for the temperature logits as they are, i.e. 1.0.
 
     Args:
       temperature: logits are divided by it; 0.0 is greedy (the filters then do not matter).
@@ -43,31 +47,32 @@ class Sampling:
     as in transformers.
     """
 
-    temperature: float | Array = 0.0
-    top_k: int | Array = 0
-    top_p: float | Array = 1.0
-    min_p: float | Array = 0.0
+    temperature: float | Array | None = 0.0
+    top_k: int | Array | None = 0
+    top_p: float | Array | None = 1.0
+    min_p: float | Array | None = 0.0
 
     def __post_init__(self):
-        _check("temperature", self.temperature, lambda x: (x >= 0) & np.isfinite(x), ">= 0 and finite")
-        _check("top_k", self.top_k, lambda x: (x >= 0) & (x == np.floor(x)), "an integer >= 0 (0 keeps all tokens)")
-        _check("top_p", self.top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
-        _check("min_p", self.min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+        # jax rebuilds pytrees with placeholders of its own for leaves; only what is surely a value is checked here.
+        for name in _RULES:
+            value = getattr(self, name)
+            if _known(value) or isinstance(value, str | bool | bytes):
+                _check(name, value)
 
     def per_row(self, rows: int) -> "Sampling":
         """The same with every value an array of `rows` entries.
 
         Raises:
-          ValueError: a value is an array of another length.
+          ValueError: a value is an array of another length, or is no number.
         """
         values = {}
-        for field, dtype in (
-            ("temperature", jnp.float32),
-            ("top_k", jnp.int32),
-            ("top_p", jnp.float32),
-            ("min_p", jnp.float32),
-        ):
-            x = jnp.asarray(getattr(self, field)).astype(dtype)
+        for field in _RULES:
+            given = getattr(self, field)
+            given = _OFF[field] if given is None else given
+            if not isinstance(given, Tracer):
+                known = _check(field, given)
+                given = given if isinstance(given, jax.Array) else known
+            x = jnp.asarray(given).astype(jnp.int32 if field == "top_k" else jnp.float32)
             if x.ndim > 1 or (x.ndim == 1 and x.shape[0] != rows):
                 raise ValueError(f"{field} must be one value or one per prompt ({rows}), got shape {x.shape}")
             values[field] = jnp.broadcast_to(x, (rows,))
@@ -87,13 +92,46 @@ def _known(x: object) -> bool:
     return isinstance(x, (int, float, np.ndarray, np.generic)) or (isinstance(x, jax.Array) and not isinstance(x, Tracer))
 
 
-def _check(name: str, value: object, test: Callable, rule: str) -> None:
-    # jax rebuilds pytrees with placeholders of its own for leaves; only real numbers are checked.
-    if not _known(value):
-        return
-    array = np.asarray(value)
-    if array.dtype == bool or not np.issubdtype(array.dtype, np.number) or not np.all(test(array)):
-        raise ValueError(f"{name} must be {rule}, got {value}")
+_FINITE = float(np.finfo(np.float32).max)
+_RULES: dict[str, tuple[Callable, str]] = {
+    "temperature": (lambda x: (x >= 0) & (x <= _FINITE), ">= 0 and finite"),
+    "top_k": (lambda x: (x >= 0) & (x == np.floor(x)) & (x < 2**31), "an integer >= 0 (0 keeps all tokens) and below 2^31"),
+    "top_p": (lambda x: (x >= float(np.finfo(np.float32).tiny)) & (x <= 1), "in (0, 1]"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+}
+_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""What None stands for."""
+
+
+def _check(name: str, value: Any) -> np.ndarray:
+    """Raise ValueError unless a value is a number, or several, and in range."""
+    test, rule = _RULES[name]
+    try:
+        array = np.asarray(value)
+    except Exception:  # whatever an object's own conversion may raise
+        raise ValueError(f"{name} must be {rule}, got {shown(value)}") from None
+    numbers = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
+    if not numbers or not np.all(test(array.astype(np.float64))):
+        raise ValueError(f"{name} must be {rule}, got {value if _known(value) and numbers else shown(value)}")
+    return array
+
+
+def as_sampling(given: Any) -> Sampling:
+    """The `sampling` argument; None is greedy.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if given is None:
+        return Sampling()
+    if isinstance(given, Sampling):
+        return given
+    way = ""
+    if isinstance(given, dict):
+        way = ": pass jaxkv.Sampling(**sampling)"
+    elif isinstance(given, int | float | np.number) and not isinstance(given, bool):
+        way = f": pass jaxkv.Sampling(temperature={shown(given)})"
+    raise ValueError(f"sampling must be a jaxkv.Sampling or None, got {shown(given)}{way}")
 
 
 def sortable(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
@@ -134,24 +172,25 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
       logits: float32.
       sampling: with arrays, one entry per row. Rows with temperature 0 keep their most probable tokens only.
     """
-    greedy = sampling.temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
+    temperature, ks, ps, least = (jnp.asarray(getattr(sampling, name)) for name in _RULES)
+    greedy = temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     keys = sortable(scaled)
 
     def keep_all(_: Array) -> Array:
         return jnp.ones(scaled.shape, bool)
 
-    top_k = jnp.where(greedy, 1, sampling.top_k)
+    top_k = jnp.where(greedy, 1, ks)
     kept = lax.cond(jnp.any(top_k > 0), lambda t: _top_k_mask(keys, t), keep_all, top_k)
     scaled = jnp.where(kept, scaled, -jnp.inf)
 
     def top_p(p: Array) -> Array:
         return _top_p_mask(sortable(scaled), jax.nn.softmax(scaled, axis=-1), p)
 
-    kept = lax.cond(jnp.any(sampling.top_p < 1), top_p, keep_all, sampling.top_p)
+    kept = lax.cond(jnp.any(ps < 1), top_p, keep_all, ps)
     scaled = jnp.where(kept, scaled, -jnp.inf)
     best = jnp.max(scaled, axis=1, keepdims=True)
-    kept = scaled >= best + jnp.log(sampling.min_p)[:, None]
+    kept = scaled >= best + jnp.log(least)[:, None]
     return jnp.where(kept, scaled, -jnp.inf)
 
 
@@ -192,16 +231,23 @@ def sample(
 
     Args:
       logits: float32, the model's own.
-      sampling: with arrays, one entry per row (see `Sampling.per_row`).
+      sampling: numbers, or arrays of one entry per row.
       keys: one per row, or None when every row is greedy.
       deterministic: a row's log-probability does not depend on the number of rows, to the last bit.
 
     Returns:
       Tokens i32[rows], and their log-probabilities under the sampled distribution, f32[rows] (0.0 for greedy rows).
+
+    Raises:
+      ValueError: keys or values of `sampling` are not one for each row.
     """
     best = _argmax(logits)
     if keys is None:
         return best, jnp.zeros(logits.shape[0], jnp.float32)
+    if getattr(keys, "shape", ())[:1] != logits.shape[:1]:
+        rows = logits.shape[0]
+        raise ValueError(f"keys must be a key for each of the {rows} rows, jax.random.split(key, {rows}), got {shown(keys)}")
+    sampling = as_sampling(sampling).per_row(logits.shape[0])
     filtered = filtered_logits(logits, sampling)
     drawn = _argmax(filtered + gumbel_noise(keys, logits.shape[1]))
     greedy = sampling.temperature == 0

@@ -22,10 +22,10 @@ import dataclasses
 import jax
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.decode.prompts import check_counts
+from jaxkv.config import integer, shown
 from jaxkv.decode.run_state import Job, Plan
 from jaxkv.decode.speculation import Speculation
-from jaxkv.model.decoder import Decoder
+from jaxkv.model.decoder import Decoder, check_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,8 @@ class NGram:
     max_ngram: int = 3
 
     def __post_init__(self):
-        check_counts(num_tokens=self.num_tokens, max_ngram=self.max_ngram)
+        for name in ("num_tokens", "max_ngram"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +74,7 @@ class Draft:
     num_tokens: int = dataclasses.field(default=4, metadata={"static": True})
 
     def __post_init__(self):
-        check_counts(num_tokens=self.num_tokens)
+        object.__setattr__(self, "num_tokens", integer("num_tokens", self.num_tokens))
 
 
 def speculate(speculative: NGram | Draft, model: Decoder, longest: int, job: Job, plan: Plan) -> tuple[Job, Plan]:
@@ -83,9 +84,10 @@ def speculate(speculative: NGram | Draft, model: Decoder, longest: int, job: Job
       ValueError: it is neither of the two; the draft model has another vocabulary, or allows fewer than `longest` tokens.
     """
     if not isinstance(speculative, NGram | Draft):
-        raise ValueError(f"speculative must be a jaxkv.NGram or a jaxkv.Draft, got {speculative!r}")
+        raise ValueError(f"speculative must be a jaxkv.NGram or a jaxkv.Draft, got {shown(speculative)}")
     if isinstance(speculative, NGram):
         return job, dataclasses.replace(plan, speculation=Speculation(speculative.num_tokens, speculative.max_ngram))
+    check_decoder(speculative.model, "speculative.model")
     ours, theirs = model.config, speculative.model.config
     if ours.vocab_size != theirs.vocab_size:
         raise ValueError(f"the draft model has a vocabulary of {theirs.vocab_size} tokens, the model one of {ours.vocab_size}")

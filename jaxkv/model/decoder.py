@@ -5,19 +5,24 @@ forward_paged    the one way through the model over pages: `step`, `extend`, bea
 __call__         whole sequences without a cache
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.pages import Pages
 from jaxkv.cache.tables import Tables
-from jaxkv.config import ModelConfig
+from jaxkv.config import ModelConfig, shown
 from jaxkv.model.attend import Dense
 from jaxkv.model.layers import Angles, Attend, Layer, make_norm, new_param, value
 from jaxkv.model.rotary import rotary_tables
 from jaxkv.model.segments import Paged, Segment
+from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_rectangle
 from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import DEFAULT, Numerics
 from jaxkv.sharding import check_mesh, sharding_of
@@ -53,6 +58,20 @@ class Decoder(nnx.Module):
         self.lm_head = None if c.tie_embeddings else new_param(rngs, (c.vocab_size, width), c.dtype)
         if mesh is not None:
             self._place(mesh)
+
+    def __repr__(self) -> str:
+        c, leaves = self.config, [x for x in jax.tree.leaves(self) if hasattr(x, "dtype") and hasattr(x, "size")]
+        heads = f"{c.num_heads} heads of {c.head_dim} ({c.num_kv_heads} kv)"
+        sizes = f"hidden {c.hidden_size}, vocabulary {c.vocab_size}, up to {c.max_seq_len} tokens"
+        dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
+        count, nbytes = sum(x.size for x in leaves), sum(x.size * x.dtype.itemsize for x in leaves)
+        mesh = "one device" if self.mesh is None else f"mesh {dict(self.mesh.shape)}"
+        return (
+            f"Decoder({c.family}: {c.num_layers} layers, {heads}, {sizes},\n"
+            f"        {count / 1e6:.4g} million parameters, {dtypes}, {nbytes / 1e6:.4g} MB, {mesh})"
+        )
+
+    __str__ = __repr__  # flax's own, which prints every layer with its configuration, would go before it
 
     def _place(self, mesh: Mesh) -> None:
         """Each parameter where the table of `jaxkv.sharding` says."""
@@ -141,23 +160,28 @@ class Decoder(nnx.Module):
                 y = jnp.tanh(y / c.logits_soft_cap) * c.logits_soft_cap
             return y
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+    def __call__(
+        self, tokens: Int[Array | np.ndarray, "batch seq"] | Sequence[Sequence[int]]
+    ) -> Float[Array, "batch seq vocab"]:
         """Logits of every position, causal, without a cache; differentiable.
 
         Args:
-          tokens: token ids, `[batch, seq]`, seq <= config.max_seq_len.
+          tokens: token ids, `[batch, seq]`, seq <= config.max_seq_len; an array, or a list of lists of one length.
 
         Returns:
           float32 logits; position i's predict token i + 1.
 
         Raises:
-          ValueError: the sequences are longer than the model allows.
+          ValueError: an id is outside the vocabulary (where they are known), the sequences are longer than the model allows, or tokens
+            are something else.
         """
-        batch, seq = tokens.shape
+        ids = read_rectangle(tokens)
+        check_tokens(ids, None, self.config.vocab_size, ROWS.tokens)
+        batch, seq = ids.shape
         if seq > self.config.max_seq_len:
             raise ValueError(f"{seq} tokens are more than the model allows ({self.config.max_seq_len})")
         positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-        hidden, _ = self.forward(tokens.reshape(-1), positions, Dense(batch, seq, mesh=self.mesh))
+        hidden, _ = self.forward(as_int32(ids).reshape(-1), positions, Dense(batch, seq, mesh=self.mesh))
         return self.logits(hidden).reshape(batch, seq, -1)
 
 
@@ -170,6 +194,21 @@ def _run_layer(layer: Layer, x: Array, angles: Angles, attend: Attend, pages: Pa
 def parameter_name(path: tuple) -> str:
     """A parameter's path in the module as the families' tables write it: "layers.0.attention.qkv"."""
     return ".".join(str(part) for part in path)
+
+
+def check_decoder(model: Any, name: str = "model") -> None:
+    """Raise ValueError unless it is a `Decoder`."""
+    if isinstance(model, Decoder):
+        return
+    way = ""
+    if isinstance(getattr(model, "decoder", None), Decoder):
+        way = f": give its decoder, {name}.decoder"
+    elif isinstance(model, tuple) and any(isinstance(part, Decoder) for part in model):
+        way = ": jaxkv.load returns model and tokenizer, model, tokenizer = jaxkv.load(...)"
+    elif isinstance(model, str):
+        way = ": load it first, model, tokenizer = jaxkv.load(...)"
+    what = shown(model) if isinstance(model, str) else f"a {type(model).__name__}"
+    raise ValueError(f"{name} must be a jaxkv.Decoder, got {what}{way}")
 
 
 def parameters_nbytes(model: Decoder) -> int:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.config import shown
 from jaxkv.decode.outputs import GenerateOutput
 from jaxkv.decode.prompts import Prompts, pad_prompts
-from jaxkv.model.decoder import Decoder
+from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.rl.score import score
 
 
@@ -58,12 +59,14 @@ def sequences(
       out: its result.
 
     Raises:
-      ValueError: the prompts are not those of `out` by their number.
+      ValueError: the prompts are not those of `out` by their number, or are no prompts.
     """
+    if not isinstance(out, GenerateOutput):
+        raise ValueError(f"out must be what jaxkv.generate returned, got {shown(out)}")
     prompts, lengths = pad_prompts(prompts, prompt_lengths)
     num_prompts, num_samples, max_new = out.tokens.shape
     if prompts.shape[0] != num_prompts:
-        raise ValueError(f"there are {prompts.shape[0]} prompts, but the output is of {num_prompts}")
+        raise ValueError(f"there are {prompts.shape[0]} prompts, but the output is of {num_prompts}: pass those of `out`")
     prompts, lengths = jnp.repeat(prompts, num_samples, axis=0), jnp.repeat(lengths, num_samples)
     position = jnp.arange(prompts.shape[1] + max_new)[None, :]
     index = position - lengths[:, None]
@@ -100,6 +103,7 @@ def mismatch(
     Raises:
       ValueError: as for `sequences` and `score`.
     """
+    check_decoder(model)
     rows = sequences(prompts, prompt_lengths, out)
     trainer = score(model, rows.tokens, rows.lengths, deterministic=deterministic)
     difference = jnp.where(rows.new, trainer - rows.logprobs, 0.0)

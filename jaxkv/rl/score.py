@@ -1,6 +1,7 @@
 """`score`: log-probabilities of given tokens, the trainer's forward pass."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.decode.prompts import check_tokens, first_outside
-from jaxkv.decode.sampling import Sampling, filtered_logits, token_logprobs
+from jaxkv.decode.prompts import Prompts, check_flags, numerics_of
+from jaxkv.decode.sampling import Sampling, as_sampling, filtered_logits, token_logprobs
 from jaxkv.model.attend import Dense
-from jaxkv.model.decoder import Decoder
+from jaxkv.model.decoder import Decoder, check_decoder
+from jaxkv.model.token_ids import ROWS, read_tokens
 from jaxkv.ops.numerics import Numerics
 
 BLOCK = 256
@@ -20,8 +22,8 @@ BLOCK = 256
 
 def score(
     model: Decoder,
-    tokens: Int[Array | np.ndarray, "batch seq"],
-    lengths: Int[Array | np.ndarray, " batch"] | None = None,
+    tokens: Prompts,
+    lengths: Int[Array | np.ndarray, " batch"] | Sequence[int] | None = None,
     *,
     sampling: Sampling | None = None,
     deterministic: bool = False,
@@ -32,7 +34,7 @@ def score(
 
     Args:
       model: the decoder.
-      tokens: token ids, each row's real ones first.
+      tokens: token ids [batch, seq], each row's real ones first; or a list of lists of ids, which may differ in length.
       lengths: how many are real, by default all.
       sampling: score under the distribution that `generate` samples from with these values (after temperature and filters)
         instead of the model's own; numbers, or arrays of one entry per row.
@@ -47,24 +49,18 @@ def score(
     Raises:
       ValueError: a token id or a length is out of range (where they are known), or the rows are longer than the model allows.
     """
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers [batch, seq], both at least 1, got {tokens.dtype}{list(tokens.shape)}")
+    check_decoder(model)
+    check_flags(remat=remat)
+    numerics = numerics_of(implementation, deterministic)
     if implementation is not None and not deterministic:
         raise ValueError(f"implementation={implementation!r} goes with deterministic=True: otherwise no kernel runs")
+    tokens, lengths = read_tokens(tokens, lengths, vocab_size=model.config.vocab_size, names=ROWS)
     batch, seq = tokens.shape
     if seq > model.config.max_seq_len:
-        raise ValueError(f"{seq} tokens are more than the model allows ({model.config.max_seq_len})")
-    lengths = jnp.full(batch, seq, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-    if lengths.shape != (batch,):
-        raise ValueError(f"lengths must be [batch] = [{batch}], got shape {list(lengths.shape)}")
-    wrong = first_outside(lengths, 1, seq)
-    if wrong is not None:
-        raise ValueError(f"row {wrong} has length {lengths[wrong]}, but must have 1 to {seq} tokens")
-    check_tokens(tokens, lengths, model.config.vocab_size)
+        raise ValueError(f"tokens: {seq} are more than the model allows ({model.config.max_seq_len})")
     tokens = jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
-    sampling = None if sampling is None else sampling.per_row(batch)
-    return _score(model, tokens, lengths, sampling, Numerics(implementation, deterministic), remat)
+    rows = None if sampling is None else as_sampling(sampling).per_row(batch)
+    return _score(model, tokens, lengths, rows, numerics, bool(remat))
 
 
 @functools.partial(jax.jit, static_argnames=("numerics", "remat"))

@@ -15,3 +15,7 @@ from jaxkv.viz.cache_picture import Picture
 from jaxkv.viz.recording import Frame, Recording, compare, page_map, record, timeline
 
 __all__ = ["Frame", "Picture", "Recording", "compare", "page_map", "record", "timeline"]
+
+
+def __dir__() -> list[str]:
+    return __all__

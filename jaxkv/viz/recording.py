@@ -53,7 +53,7 @@ def page_map(cache: PagedKVCache | Bookkeeping | Frame) -> Picture:
       cache: a cache outside jit, its `bookkeeping()`, or a frame of a recording.
 
     Raises:
-      RuntimeError: the cache was donated, as `extend` does; go on with the one it returned.
+      ValueError: the cache was donated, as `extend` does; go on with the one it returned.
 
     Examples:
       >>> tables = np.array([[1, 2], [1, 3]])  # two rows that share page 1

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxkv.families import Tensor, family_of, to_hf
 from jaxkv.families.reading import write_token_ids
-from jaxkv.model.decoder import Decoder, parameter_name
+from jaxkv.model.decoder import Decoder, check_decoder, parameter_name
 from jaxkv.weights.safetensors_file import INDEX, SINGLE, write_safetensors
 
 SHARD_BYTES = 5 * 10**9
@@ -35,6 +35,7 @@ def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) ->
       ValueError: the model's family cannot express its configuration.
       OSError: the folder cannot be written.
     """
+    check_decoder(model)
     target = Path(folder)
     config = to_hf(model.config)
     if target.exists() and not target.is_dir():

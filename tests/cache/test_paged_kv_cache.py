@@ -59,7 +59,7 @@ class TestCreate:
         assert cache.pages[0].k.shape == cache.pages[1].v.shape == (12, 1, 4, 2)
         assert int(cache.num_free) == 11
         cache.check()
-        assert cache.stats() == (11, 0, 11, 0, 0, 0, 0.0)
+        assert cache.stats() == (11, 0, 11, 0, 0, 0, 0.0, 12 * cache.page_bytes, 0)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_dtype_is_the_models_unless_given(self, dtype: str):

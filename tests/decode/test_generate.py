@@ -281,7 +281,7 @@ class TestErrors:
         [
             ([], {}, "prompts are empty"),
             ([[]], {}, "every prompt needs at least one token"),
-            ([[1], []], {}, "prompt 1 has length 0, but must have 1 to 1 tokens"),
+            ([[1], []], {}, r"prompts\[1\] is empty: every prompt needs at least one token"),
             ([[1, 61]], {}, r"token id 61 is outside the vocabulary \(0 to 60\)"),
             ([[-1]], {}, "token id -1 is outside the vocabulary"),
             ([[1] * 100], {"max_new_tokens": 29}, "a prompt of 100 tokens and 29 new ones are 129, but the model allows 128"),

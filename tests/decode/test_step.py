@@ -247,7 +247,7 @@ class TestErrors:
         "token negative": ([[0]] * 4 + [[-1]], [1] * 5, "token id -1 is outside the vocabulary"),
         "count too large": ([[0]] * 5, [1, 2, 1, 1, 1], r"num_tokens\[1\] is 2, but must be 0 to 1"),
         "count negative": ([[0]] * 5, [1, 1, 1, 1, -1], r"num_tokens\[4\] is -1"),
-        "no chunk": (np.zeros((5, 0)), [0] * 5, r"chunk > 0, got shape \(5, 0\)"),
+        "no chunk": (np.zeros((5, 0)), [0] * 5, r"tokens are empty \(shape \[5, 0\]\)"),
         "rows": ([[0]] * 4, [1] * 4, r"seqs = 5 and chunk > 0, got shape \(4, 1\)"),
         "pool": ([[0] * 12] * 5, [12] * 5, "the new tokens need 15 pages and 9 of 10 are free; .* num_pages >= 17"),
         "table": (

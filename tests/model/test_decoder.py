@@ -100,12 +100,12 @@ def test_trains_with_optax_as_it_is():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
         ({"num_kv_heads": 3}, r"num_heads \(4\) must be a multiple of num_kv_heads \(3\)"),
         ({"dtype": "int8"}, "dtype must be one of .* got 'int8'"),
         ({"rope": None}, "rotary needs one, learned takes none"),
         ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
-        ({"windows": (4, 0)}, "a sliding window must be positive, got 0"),
+        ({"windows": (4, 0)}, "windows must be an integer >= 1, got 0"),
         ({"rope": jaxkv.Rope(rotary_dim=16)}, "rotary_dim 16 is larger than head_dim 8"),
     ],
 )

@@ -230,5 +230,5 @@ def test_inspect_prints_and_writes(tmp_path: Path, capsys, monkeypatch) -> None:
 def test_a_cache_in_words_leaves_out_its_contents() -> None:
     """Once the repr that notebooks keep beside every picture held all pages: a megabyte for a small model."""
     cache = jaxkv.PagedKVCache.create(decoder().config, num_pages=64, page_size=16, max_seqs=2, max_seq_len=64)
-    assert "block_tables=" in repr(cache) and "k_pages" not in repr(cache)
-    assert len(repr(cache)) < 3000
+    assert repr(cache).startswith("PagedKVCache(2 rows of up to 64 tokens")
+    assert len(repr(cache)) < 200

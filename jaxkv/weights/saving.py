@@ -76,17 +76,25 @@ def _write_weights(model: Decoder, folder: Path) -> None:
     def read(name: str) -> np.ndarray:
         return _tensor(tensors[name], parameters)
 
-    shards = _shards(list(tensors.values()), 4 if config.dtype == "float32" else 2)
+    def entries(shard: list[Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+        return [(t.name, t.shape, _dtype(t, parameters)) for t in shard]
+
+    shards = _shards(list(tensors.values()), {t.name: np.dtype(_dtype(t, parameters)).itemsize for t in tensors.values()})
     if len(shards) == 1:
-        write_safetensors(folder / SINGLE, [(t.name, t.shape) for t in shards[0]], config.dtype, read)
+        write_safetensors(folder / SINGLE, entries(shards[0]), read)
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(folder / file, [(t.name, t.shape) for t in shard], config.dtype, read)
+        write_safetensors(folder / file, entries(shard), read)
         weight_map |= {t.name: file for t in shard}
     size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _dtype(tensor: Tensor, parameters: dict[str, Any]) -> str:
+    """The name of its parameter's dtype: in a model of mixed precision each has its own."""
+    return parameters[tensor.parts[0].parameter].get_value().dtype.name
 
 
 def _tensor(tensor: Tensor, parameters: dict[str, Any]) -> np.ndarray:
@@ -97,12 +105,12 @@ def _tensor(tensor: Tensor, parameters: dict[str, Any]) -> np.ndarray:
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
-def _shards(tensors: list[Tensor], itemsize: int) -> list[list[Tensor]]:
+def _shards(tensors: list[Tensor], itemsizes: dict[str, int]) -> list[list[Tensor]]:
     """Tensors in order, cut where a file would grow above `SHARD_BYTES`."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        nbytes = math.prod(tensor.shape) * itemsize
+        nbytes = math.prod(tensor.shape) * itemsizes[tensor.name]
         if shards[-1] and size + nbytes > SHARD_BYTES:
             shards.append([])
             size = 0

@@ -164,6 +164,6 @@ def _output(run: Run, job: Job) -> GenerateOutput:
         return x.reshape(-1, job.num_samples, *x.shape[1:])
 
     waste = run.empty_slots / jnp.maximum(run.held_slots, 1.0)
-    stats = GenerateStats(run.steps, run.preemptions, run.peak_pages, waste)
+    stats = GenerateStats(run.steps, run.preemptions, run.peak_pages, waste, run.nonfinite)
     results = (run.tokens, run.out_lengths, run.logprobs, run.sampled_logprobs, run.finished)
     return GenerateOutput(*map(grouped, results), stats)  # pyright: ignore[reportCallIssue]

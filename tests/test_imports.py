@@ -31,7 +31,6 @@ NOT_YET: dict[str, set[str]] = {
     "function": {
         "jaxkv/decode/beam_search.py:beam_search",
         "jaxkv/decode/generate.py:generate",
-        "jaxkv/hf.py:CausalLM.generate",
         "pallas_kernels/paged_attention_op.py:paged_attention",
     },
     "parameters": {

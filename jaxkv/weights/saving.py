@@ -14,13 +14,16 @@ from flax import nnx
 from jaxkv.families import Tensor, family_of, to_hf
 from jaxkv.families.reading import write_token_ids
 from jaxkv.model.decoder import Decoder, parameter_name
+from jaxkv.weights.generation_defaults import FILE, GenerationDefaults
 from jaxkv.weights.safetensors_file import INDEX, SINGLE, write_safetensors
 
 SHARD_BYTES = 5 * 10**9
 """Size above which weights are split over several files."""
 
 
-def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) -> None:
+def save(
+    model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None, generation: GenerationDefaults | None = None
+) -> None:
     """Write a model so that `jaxkv.load` and transformers' `from_pretrained` read it again.
 
     Everything is written to a new folder beside `folder` and moved in its place at the end: a failure leaves what was there.
@@ -29,7 +32,9 @@ def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) ->
       model: of any family, wherever it was loaded from.
       folder: where to; created with its parents. Files of the same names, and the weights of a model saved there before, are
         replaced, others stay.
-      tokenizer: a transformers tokenizer to save along, or None.
+      tokenizer: a transformers tokenizer to save along; without one none is written, and `jaxkv generate` cannot use the folder.
+      generation: sampling defaults for `generation_config.json`, beside the model's token ids; `CausalLM.save_pretrained` gives
+        those that it was loaded with.
 
     Raises:
       ValueError: the model's family cannot express its configuration.
@@ -43,7 +48,7 @@ def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) ->
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_json(work / "config.json", config)
-        _write_json(work / "generation_config.json", _generation(model))
+        _write_json(work / FILE, _generation(model, generation or GenerationDefaults()))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
         _write_weights(model, work)
@@ -63,9 +68,10 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _generation(model: Decoder) -> dict:
+def _generation(model: Decoder, defaults: GenerationDefaults) -> dict:
     ids = {name: ids for name, ids in write_token_ids(model.config).items() if ids is not None}
-    return {"_from_model_config": True, **ids}
+    said = defaults.fields()
+    return {**({} if said else {"_from_model_config": True}), **ids, **said}
 
 
 def _write_weights(model: Decoder, folder: Path) -> None:

@@ -181,15 +181,16 @@ def _new_tokens(model: Decoder, inputs: Inputs, r: Request) -> np.ndarray:
             model, inputs.ids, inputs.lengths, num_beams=r.num_beams, length_penalty=r.length_penalty,
             early_stopping=r.early_stopping, num_return_sequences=r.num_return_sequences, **common,
         )  # fmt: skip
-        tokens, broken = found.tokens, np.isnan(found.scores)[..., None] & (np.asarray(found.tokens) >= 0)
-        nonfinite = int(broken.sum())
+        tokens, total = found.tokens, found.scores.size
+        nonfinite = int(np.sum(np.isnan(found.scores) | (np.asarray(found.lengths) == 0)))  # no beam survives NaN
     elif r.use_cache:
         options = {"sampling": r.sampling, "key": r.key, "num_samples": r.num_return_sequences}
         out = generate(model, inputs.ids, inputs.lengths, **common, **options)
-        tokens, nonfinite = out.tokens, int(out.stats.nonfinite)
+        tokens, nonfinite, total = out.tokens, int(out.stats.nonfinite), int(np.sum(out.lengths))
     else:
-        tokens, nonfinite = generate_naive(model, inputs.ids, inputs.lengths, sampling=r.sampling, key=r.key, **common)[0], 0
-    tokens = np.asarray(tokens)
-    if message := overflow_message(nonfinite, int((tokens >= 0).sum()), model.config.dtype):
+        tokens = generate_naive(model, inputs.ids, inputs.lengths, sampling=r.sampling, key=r.key, **common)[0]
+        nonfinite = total = 0  # not counted there
+    what = "tokens" if r.num_beams == 1 else "results"
+    if message := overflow_message(nonfinite, total, model.config.dtype, what):
         warnings.warn(message, RuntimeWarning, stacklevel=4)
-    return tokens
+    return np.asarray(tokens)

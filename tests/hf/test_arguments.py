@@ -123,11 +123,6 @@ def test_what_asks_for_nothing_is_let_through(model) -> None:
         jaxkv.AutoModelForCausalLM.from_pretrained("/nowhere", nonsense=1)
 
 
-def test_a_decoder_is_asked_for_by_name() -> None:
-    with pytest.raises(ValueError, match=r"takes the Decoder, the first result of jaxkv.load, got a tuple"):
-        jaxkv.CausalLM((decoders.decoder(), None))
-
-
 def test_its_repr_is_a_few_lines(model) -> None:
     """Regression: an address."""
     text = repr(model)

@@ -86,6 +86,7 @@ def test_null_false_and_neutral_values_ask_for_nothing() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("fields", [{"max_length": 9}, {"max_new_tokens": 4}, {}])
 def test_the_lengths_are_transformers(tmp_path: Path, fields: dict) -> None:
     import torch

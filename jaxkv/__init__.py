@@ -19,6 +19,7 @@ from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.rl.score import score
+from jaxkv.text import Detokenizer
 from jaxkv.weights import load, save
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "CacheStats",
     "CausalLM",
     "Decoder",
+    "Detokenizer",
     "Draft",
     "GenerateOutput",
     "GenerateStats",

@@ -42,7 +42,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 COMMANDS = ("generate", "bench", "inspect")
-_NOT_YET = {"serve": "there is no server yet", "chat": "there is no chat yet; the documentation has one in 15 lines of Python"}
+_NOT_YET = {"serve": "there is no server yet", "chat": "there is no chat yet; docs/howto.md has one in a few lines of Python"}
 
 
 def check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:

@@ -22,8 +22,8 @@ def chosen_sampling(args: argparse.Namespace, defaults: GenerationDefaults) -> S
     """What the tokens are drawn by."""
     usual = _FIELDS | {"temperature": _first(defaults.temperature, 1.0) if defaults.do_sample else 0.0}
     said = {name: getattr(defaults, name) for name in ("top_k", "top_p", "min_p")}
-    values = {name: _first(getattr(args, name), said.get(name), default) for name, default in usual.items()}
-    return Sampling(**{name: value if name == "top_k" else float(value) for name, value in values.items()})
+    t, k, p, m = (_first(getattr(args, name), said.get(name), default) for name, default in usual.items())
+    return Sampling(float(t), int(k), float(p), float(m))
 
 
 def chosen_samples(args: argparse.Namespace, defaults: GenerationDefaults, sampling: Sampling) -> int:

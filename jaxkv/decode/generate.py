@@ -51,7 +51,8 @@ def generate(
 
     `max_seqs` rows work at a time; the other prompts wait, and move in as rows end. Pages are taken as sequences grow; when
     none is left the youngest row is preempted and computed again later. A prompt's result does not depend on any of this.
-    Works alone and inside the caller's `jax.jit`.
+    Works alone and inside the caller's `jax.jit`. A model's `generation_config.json` is not read but for its end tokens: what is not
+    given is as said here (`AutoModelForCausalLM` and `jaxkv generate` follow the file).
 
     Args:
       model: the decoder.

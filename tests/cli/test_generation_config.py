@@ -94,7 +94,7 @@ def test_an_overflow_is_said_once_with_the_way_out(capsys, tmp_path: Path) -> No
     [
         (["sing"], "'sing': there is no such command. The commands are generate, bench, inspect"),
         (["serve"], "'serve': there is no server yet. The commands are"),
-        (["chat"], "'chat': there is no chat yet; the documentation has one"),
+        (["chat"], "'chat': there is no chat yet; docs/howto.md has one"),
         ([], "a command is missing: generate, bench, inspect"),
     ],
 )

@@ -36,6 +36,7 @@ from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.rl.score import score
+from jaxkv.text import Detokenizer
 from jaxkv.weights import load, save
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ __all__ = [
     "CacheStats",
     "CausalLM",
     "Decoder",
+    "Detokenizer",
     "Draft",
     "GenerateOutput",
     "GenerateStats",

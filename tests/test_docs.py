@@ -28,7 +28,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny"))
+    return save_model(tmp_path_factory.mktemp("tiny"), chat=True)
 
 
 @pytest.mark.parametrize("path", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
@@ -82,6 +82,18 @@ def test_the_reference_has_every_public_name_once() -> None:
     named = [line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)]
     public = (set(jaxkv.__all__) - {"viz"}) | (set(jaxkv.viz.__all__)) | set(pallas_kernels.__all__)
     assert sorted(named) == sorted(public)
+
+
+def test_the_reference_says_what_can_be_imported_from_jaxkv_itself() -> None:
+    """What stands above the first heading that names a package."""
+    above = (DOCS / "api.md").read_text().partition("(`jaxkv.viz`)")[0]
+    named = re.findall(r"^::: (\S+)\.(\w+)$", above, re.MULTILINE)
+    assert len(named) > 25
+    for module, name in named:
+        assert getattr(jaxkv, name) is getattr(importlib.import_module(module), name)
+    beside = re.findall(r"`(\w+)`", re.sub(r"`jaxkv[.\w]*`|[\s\S]*?Besides,", "", above.partition("##")[0]))
+    assert len(beside) >= 8
+    assert all(hasattr(jaxkv.text, name) or hasattr(jaxkv.weights, name) for name in beside), beside
 
 
 def test_its_pictures_are_those_of_today(tmp_path: Path) -> None:

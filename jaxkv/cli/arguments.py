@@ -1,6 +1,7 @@
 """What each command takes: argument parsers, and with them the help."""
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxkv import __version__
@@ -40,6 +41,19 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(whole_number(1)(part) for part in text.split(","))
 
 
+COMMANDS = ("generate", "bench", "inspect")
+_NOT_YET = {"serve": "there is no server yet", "chat": "there is no chat yet; docs/howto.md has one in a few lines of Python"}
+
+
+def check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """End with one line, and exit status 2, where the first word is no command."""
+    if not argv:
+        parser.error(f"a command is missing: {', '.join(COMMANDS)}")
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        what = _NOT_YET.get(argv[0], "there is no such command")
+        parser.error(f"{argv[0]!r}: {what}. The commands are {', '.join(COMMANDS)}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the chosen one is `args.command`."""
     parser = OneLineParser(prog="jaxkv", description="LLM inference in JAX with a paged KV cache.", allow_abbrev=False)
@@ -76,22 +90,17 @@ def _add_generate(commands) -> None:
         "--max-new-tokens",
         type=whole_number(1),
         metavar="N",
-        help="longest answer (default: 256, or the room left)",
+        help="longest answer (default: as the model's generation_config.json says, or 256; or the room left)",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument(
-        "--top-k", type=whole_number(0), default=0, metavar="K", help="only the K most probable; 0 is all (default)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="only the most probable that make up P (default: 1)"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="only those at least P times as probable as the first (default: 0)",
-    )
+    model_says = "(default: as the model's generation_config.json says, or {})".format
+    for name, kind, value, what in (
+        ("--temperature", float, "T", f"0 is greedy {model_says(0)}"),
+        ("--top-k", whole_number(0), "K", f"only the K most probable; 0 is all {model_says(0)}"),
+        ("--top-p", float, "P", f"only the most probable that make up P {model_says(1)}"),
+        ("--min-p", float, "P", f"only those at least P times as probable as the first {model_says(0)}"),
+        ("--num-samples", whole_number(1), "N", f"answers to each prompt, which share its pages {model_says(1)}"),
+    ):
+        parser.add_argument(name, type=kind, metavar=value, help=what)
     parser.add_argument("--seed", type=whole_number(*SEED), default=0, metavar="N", help="of the sampling (default: 0)")
     parser.add_argument(
         "--num-pages",

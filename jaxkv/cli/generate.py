@@ -6,6 +6,7 @@ closed pipe are noticed at once.
 
 import argparse
 import json
+import math
 import os
 import queue
 import sys
@@ -22,6 +23,8 @@ from jaxkv.cli.main import WORKER
 from jaxkv.cli.model import check_pool, open_with_tokenizer
 from jaxkv.cli.progress import Clock, Status, summary
 from jaxkv.cli.prompts import new_token_budget, padded, read_prompts, token_rows
+from jaxkv.cli.sampling import chosen_samples, chosen_sampling, complaint, typed_sampling
+from jaxkv.decode.overflow import overflow_message
 from jaxkv.text import Answers, Terminal, TextStream, end_tokens
 from jaxkv.weights.default_model import cache_folder
 
@@ -35,27 +38,33 @@ def use_compilation_cache() -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; see `jaxkv generate --help`."""
-    sampling = jaxkv.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    typed_sampling(args)
     prompts = read_prompts(args.prompts, sys.stdin)
     use_compilation_cache()
     opened = open_with_tokenizer(args.model)
     tokenizer, config = opened.tokenizer, opened.config
     check_pool(config, args.page_size, args.num_pages)
+    defaults = opened.generation_defaults()
+    sampling = chosen_sampling(args, defaults)
+    samples = chosen_samples(args, defaults, sampling)
     rows = token_rows(tokenizer, prompts, raw=args.raw)
     lengths = [len(row) for row in rows]
     ends = end_tokens(tokenizer, config.eos_token_ids, raw=args.raw)
     ends = tuple(end for end in ends if end < config.vocab_size)  # a tokenizer may have more tokens than the model
     options = {
-        "max_new_tokens": new_token_budget(lengths, args.max_new_tokens, config.max_seq_len),
+        "max_new_tokens": new_token_budget(lengths, args.max_new_tokens, config.max_seq_len, defaults),
         "sampling": sampling,
         "key": jax.random.key(args.seed),
+        "num_samples": samples,
         "eos_token_id": ends or None,
         "page_size": args.page_size,
         "num_pages": args.num_pages,
     }
+    _note(complaint(defaults))
     model = opened.decoder(dtype=args.dtype)
-    stream = None if args.json else TextStream(sys.stdout, [_title(p) for p in prompts], bold=_bold(sys.stdout))
-    answers = Answers(tokenizer, len(prompts), ends, stream)
+    titles = [_title(prompt) for prompt in prompts for _ in range(samples)]
+    stream = None if args.json else TextStream(sys.stdout, titles, bold=_bold(sys.stdout))
+    answers = Answers(tokenizer, len(titles), ends, stream)
     clock = Clock()
     tokens = padded(rows, config.max_seq_len, exact=args.num_pages is not None)
     result = _generate(model, tokens, lengths, options, clock, answers)
@@ -67,11 +76,18 @@ def run(args: argparse.Namespace) -> int:
         "pages_used": int(result.stats.peak_pages),
         "steps": int(result.stats.steps),
         "preemptions": int(result.stats.preemptions),
+        "nonfinite": int(result.stats.nonfinite),
     }
     if args.json:
         print(json.dumps({"model": args.model, "results": _results(prompts, rows, answers, result), "stats": stats}))
+    _note(overflow_message(stats["nonfinite"], stats["generated_tokens"], model.config.dtype))
     print(summary(stats), file=sys.stderr)
     return 0
+
+
+def _note(line: str | None) -> None:
+    if line is not None:
+        print(f"jaxkv generate: {line}", file=sys.stderr)
 
 
 def _generate(
@@ -98,7 +114,7 @@ def _generate(
     threading.Thread(target=work, daemon=True, name=WORKER).start()
     for token in iter(arrived.get, None):
         status.show("")
-        answers.token(token.prompt, token.token)
+        answers.token(token.prompt * options["num_samples"] + token.sample, token.token)
     clock.stop()
     status.show("")
     (result,) = done
@@ -111,19 +127,21 @@ def _generate(
 def _results(
     prompts: Sequence[str], rows: Sequence[Sequence[int]], answers: Answers, result: jaxkv.GenerateOutput
 ) -> list[dict[str, Any]]:
-    tokens, lengths, logprobs, finished = (
-        np.asarray(x)[:, 0] for x in (result.tokens, result.lengths, result.logprobs, result.finished)
-    )
+    """One object per sample of each prompt, a prompt's samples one behind the other."""
+    tokens, lengths, logprobs, finished = map(np.asarray, (result.tokens, result.lengths, result.logprobs, result.finished))
+    texts, samples = answers.texts, tokens.shape[1]
     return [
         {
             "prompt": prompt,
-            "text": answers.texts[i],
+            "sample": j,
+            "text": texts[i * samples + j],
             "prompt_token_ids": list(rows[i]),
-            "token_ids": tokens[i, : lengths[i]].tolist(),
-            "logprobs": logprobs[i, : lengths[i]].tolist(),
-            "finish_reason": "stop" if finished[i] else "length",
+            "token_ids": tokens[i, j, : lengths[i, j]].tolist(),
+            "logprobs": [x if math.isfinite(x) else None for x in logprobs[i, j, : lengths[i, j]].tolist()],
+            "finish_reason": "stop" if finished[i, j] else "length",
         }
         for i, prompt in enumerate(prompts)
+        for j in range(samples)
     ]
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkv.cli.arguments import OneLineParser, build_parser
+from jaxkv.cli.arguments import OneLineParser, build_parser, check_command
 
 __all__ = ["WORKER", "OneLineParser", "build_parser", "main"]
 
@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         try:
-            args = build_parser().parse_args(argv)
+            parser, argv = build_parser(), sys.argv[1:] if argv is None else argv
+            check_command(parser, argv)
+            args = parser.parse_args(argv)
             name = f"jaxkv {args.command}"
             status = _run(args)
         finally:

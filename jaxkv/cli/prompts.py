@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxkv.text import encode
+from jaxkv.weights.generation_defaults import FILE, GenerationDefaults
 
 DEFAULT_NEW_TOKENS = 256
 SHORTEST_WIDTH = 32
@@ -64,8 +65,8 @@ def token_rows(tokenizer: Any, prompts: Sequence[str], *, raw: bool) -> list[lis
     return rows
 
 
-def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: int) -> int:
-    """How many tokens every prompt may get.
+def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: int, defaults: GenerationDefaults) -> int:
+    """How many tokens every prompt may get: as many as wanted, else as the model's file says, else 256; or what there is room for.
 
     Raises:
       ValueError: the model has no room for a prompt, or not for as many tokens as wanted.
@@ -79,7 +80,17 @@ def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: in
         raise ValueError(
             f"--max-new-tokens {wanted} is too many: prompt {number} has {longest} tokens, and the model allows {max_seq_len}"
         )
-    return min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted
+    if wanted is not None:
+        return wanted
+    usual = defaults.max_new_tokens or DEFAULT_NEW_TOKENS
+    if defaults.max_new_tokens is None and defaults.max_length is not None:
+        usual = defaults.max_length - longest
+    if usual < 1:
+        raise ValueError(
+            f"prompt {number} has {longest} tokens, and max_length of the model's {FILE} is {defaults.max_length}: give "
+            "--max-new-tokens"
+        )
+    return min(usual, room)
 
 
 def padded(rows: Sequence[Sequence[int]], max_seq_len: int, *, exact: bool) -> np.ndarray:

@@ -54,6 +54,8 @@ def note(run: Run, plan: Plan, chosen: Chosen, produced: Bool[Array, " rows"], i
         told = (chosen.prompt, chosen.sample, chosen.position, chosen.token, produced)
         io_callback(_caller(plan.on_token), None, *told, ordered=True)
     place = (jnp.where(produced, chosen.request, run.requests), index)
+    # NaN or infinity anywhere in a row of logits is in its normaliser, and so in the token's log-probability.
+    overflown = jnp.sum(produced & ~jnp.isfinite(chosen.logprob), dtype=jnp.int32)
     return dataclasses.replace(
         run,
         tokens=run.tokens.at[place].set(chosen.token, mode="drop"),
@@ -61,6 +63,7 @@ def note(run: Run, plan: Plan, chosen: Chosen, produced: Bool[Array, " rows"], i
         sampled_logprobs=run.sampled_logprobs.at[place].set(chosen.sampled_logprob, mode="drop"),
         out_lengths=run.out_lengths.at[place[0]].add(1, mode="drop"),
         finished=run.finished.at[place[0]].max(chosen.ends, mode="drop"),
+        nonfinite=run.nonfinite + overflown,
     )
 
 

@@ -38,7 +38,8 @@ def generate(
 
     `max_seqs` rows work at a time; the other prompts wait, and move in as rows end. Pages are taken as sequences grow; when
     none is left the youngest row is preempted and computed again later. A prompt's result does not depend on any of this.
-    Works alone and inside the caller's `jax.jit`.
+    Works alone and inside the caller's `jax.jit`. A model's `generation_config.json` is not read but for its end tokens: what is not
+    given is as said here (`AutoModelForCausalLM` and `jaxkv generate` follow the file).
 
     Args:
       model: the decoder.
@@ -153,6 +154,6 @@ def _output(run: Run, job: Job) -> GenerateOutput:
         return x.reshape(-1, job.num_samples, *x.shape[1:])
 
     waste = run.empty_slots / jnp.maximum(run.held_slots, 1.0)
-    stats = GenerateStats(run.steps, run.preemptions, run.peak_pages, waste)
+    stats = GenerateStats(run.steps, run.preemptions, run.peak_pages, waste, run.nonfinite)
     results = (run.tokens, run.out_lengths, run.logprobs, run.sampled_logprobs, run.finished)
     return GenerateOutput(*map(grouped, results), stats)  # pyright: ignore[reportCallIssue]

@@ -15,12 +15,14 @@ class GenerateStats(NamedTuple):
       preemptions: times a row was moved back to the waiting line because the pool was full.
       peak_pages: most pages in use at once.
       waste: share of the slots of used pages without a token, averaged over the steps, in [0, 1].
+      nonfinite: tokens that were chosen from logits with NaN or infinity among them: an overflow (float16), or broken weights.
     """
 
     steps: Int[Array, ""]
     preemptions: Int[Array, ""]
     peak_pages: Int[Array, ""]
     waste: Float[Array, ""]
+    nonfinite: Int[Array, ""]
 
 
 class GenerateOutput(NamedTuple):

@@ -116,7 +116,7 @@ class Run:
         and under the sampled one.
       out_lengths: i32[requests], tokens generated.
       finished: bool[requests], ended by an end token.
-      steps, preemptions, peak_pages: i32[], counters.
+      steps, preemptions, peak_pages, nonfinite: i32[], counters; the last of tokens whose logits were not finite.
       waited: i32[], row-steps that prompts were passed over since the last chunk.
       held_slots, empty_slots: f32[], slots of used pages and those of them without a token, summed over the steps.
     """
@@ -133,6 +133,7 @@ class Run:
     steps: Int[Array, ""]
     preemptions: Int[Array, ""]
     peak_pages: Int[Array, ""]
+    nonfinite: Int[Array, ""]
     waited: Int[Array, ""]
     held_slots: Float[Array, ""]
     empty_slots: Float[Array, ""]
@@ -194,6 +195,7 @@ def start(cache: PagedKVCache, num_requests: int, max_new: int) -> Run:
         steps=zero,
         preemptions=zero,
         peak_pages=zero,
+        nonfinite=zero,
         waited=zero,
         held_slots=nothing,
         empty_slots=nothing,

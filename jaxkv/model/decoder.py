@@ -5,6 +5,7 @@ forward_paged    the one way through the model over pages: `step`, `extend`, bea
 __call__         whole sequences without a cache
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,11 @@ class Decoder(nnx.Module):
 
     Args:
       config: what to build.
-      rngs: source of the random initial weights; None leaves them zero, to be filled.
+      rngs: source of the random initial weights; None leaves them zero, to be filled. It must be said which.
       mesh: devices to spread weights, pages and attention over, with an axis "tensor" (see `jaxkv.sharding`); None is one device.
 
     Attributes:
-      config: the `ModelConfig`.
+      config: the `ModelConfig`; its dtype is that of the parameters, also after they were cast.
       mesh: the mesh, or None.
       embed: token embedding, `[vocab, embed_size or hidden]`.
       layers: the decoder layers.
@@ -45,7 +46,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, mesh: Mesh | None = None):
         c = config
-        self.config, self.mesh = c, mesh
+        self._built_from, self.mesh = c, mesh
         width = c.hidden_size if c.embed_size is None else c.embed_size
         self.embed = new_param(rngs, (c.vocab_size, width), c.dtype)
         learned = c.positions == "learned"
@@ -58,6 +59,16 @@ class Decoder(nnx.Module):
         self.lm_head = None if c.tie_embeddings else new_param(rngs, (c.vocab_size, width), c.dtype)
         if mesh is not None:
             self._place(mesh)
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is now. The parameters own the dtype: `jax.tree.map` casts them and knows of no configuration.
+
+        Raises:
+          ValueError: the parameters were cast to a dtype that no model runs in.
+        """
+        built, dtype = self._built_from, getattr(self.embed.get_value(), "dtype", None)  # None: no array, but jax's placeholder
+        return built if dtype is None or dtype == built.dtype else dataclasses.replace(built, dtype=jnp.dtype(dtype).name)
 
     def __repr__(self) -> str:
         c, leaves = self.config, [x for x in jax.tree.leaves(self) if hasattr(x, "dtype") and hasattr(x, "size")]

@@ -5,8 +5,9 @@ round. It does not know what the families' tables say (see `jaxkv.families`) nor
 """
 
 from jaxkv.weights.default_model import DEFAULT_MODEL
+from jaxkv.weights.generation_defaults import GenerationDefaults, GenerationWarning
 from jaxkv.weights.loading import load, load_config
 from jaxkv.weights.saving import save
 from jaxkv.weights.tokenizer_warning import TokenizerWarning
 
-__all__ = ["DEFAULT_MODEL", "TokenizerWarning", "load", "load_config", "save"]
+__all__ = ["DEFAULT_MODEL", "GenerationDefaults", "GenerationWarning", "TokenizerWarning", "load", "load_config", "save"]

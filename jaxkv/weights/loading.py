@@ -14,6 +14,7 @@ from jaxkv.model.decoder import Decoder
 from jaxkv.weights.assemble import assemble
 from jaxkv.weights.default_model import ALIASES, default_model_path
 from jaxkv.weights.folder_tokenizer import folder_tokenizer
+from jaxkv.weights.generation_defaults import GenerationDefaults, read_generation_defaults
 from jaxkv.weights.gguf_file import GGUFFile, open_gguf
 from jaxkv.weights.gguf_model import GGUFSource, read_fields
 from jaxkv.weights.gguf_tokenizer import gguf_tokenizer
@@ -60,12 +61,22 @@ class Opened(NamedTuple):
       tokenizer: a transformers tokenizer, or None.
       source: its tensors.
       dtype: of the parameters where nothing else is asked for; None is the files'.
+      folder: of the files, None for a GGUF file.
     """
 
     config: ModelConfig
     tokenizer: Any
     source: Source
     dtype: str | None
+    folder: Path | None = None
+
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's `generation_config.json` says.
+
+        Raises:
+          ValueError: the file is broken, or a field in it.
+        """
+        return read_generation_defaults(self.folder)
 
     def decoder(self, *, dtype: str | None = None, mesh: jax.sharding.Mesh | None = None) -> Decoder:
         """Read the weights."""
@@ -82,7 +93,7 @@ def open_model(name_or_path: str | os.PathLike) -> Opened:
     if path.is_dir():
         config = _folder_config(path)
         source = SafetensorsSource(path, family_of(config.family))
-        return Opened(config, folder_tokenizer(path), source, None)
+        return Opened(config, folder_tokenizer(path), source, None, path)
     file = open_gguf(path)
     config = _gguf_config(file)
     source = GGUFSource(file, config)

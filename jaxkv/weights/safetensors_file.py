@@ -134,27 +134,25 @@ class SafetensorsSource:
             return file.get_tensor(name)
 
 
-def write_safetensors(path: Path, entries: Iterable[tuple[str, tuple[int, ...]]], dtype: str, read: Callable) -> None:
+def write_safetensors(path: Path, entries: Iterable[tuple[str, tuple[int, ...], str]], read: Callable) -> None:
     """Write a safetensors file tensor by tensor.
 
     Args:
       path: file to write.
-      entries: name and shape of each tensor, in order.
-      dtype: of all of them.
+      entries: name, shape and dtype of each tensor, in order.
       read: name -> the tensor, an array of that shape and dtype; called once each, in order.
     """
     entries = list(entries)
-    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     header: dict[str, Mapping] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
-    for name, shape in entries:
-        begin, end = end, end + itemsize * int(np.prod(shape))
+    for name, shape, dtype in entries:
+        begin, end = end, end + np.dtype(dtype).itemsize * int(np.prod(shape))
         header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in entries:
+        for name, shape, dtype in entries:
             tensor = np.ascontiguousarray(read(name))
             assert (tensor.shape, tensor.dtype.name) == (tuple(shape), dtype), (name, tensor.shape, tensor.dtype)
             file.write(tensor.reshape(-1).view(np.uint8).data)

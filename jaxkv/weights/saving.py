@@ -14,13 +14,16 @@ from flax import nnx
 from jaxkv.families import Tensor, family_of, to_hf
 from jaxkv.families.reading import write_token_ids
 from jaxkv.model.decoder import Decoder, check_decoder, parameter_name
+from jaxkv.weights.generation_defaults import FILE, GenerationDefaults
 from jaxkv.weights.safetensors_file import INDEX, SINGLE, write_safetensors
 
 SHARD_BYTES = 5 * 10**9
 """Size above which weights are split over several files."""
 
 
-def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) -> None:
+def save(
+    model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None, generation: GenerationDefaults | None = None
+) -> None:
     """Write a model so that `jaxkv.load` and transformers' `from_pretrained` read it again.
 
     Everything is written to a new folder beside `folder` and moved in its place at the end: a failure leaves what was there.
@@ -29,7 +32,9 @@ def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) ->
       model: of any family, wherever it was loaded from.
       folder: where to; created with its parents. Files of the same names, and the weights of a model saved there before, are
         replaced, others stay.
-      tokenizer: a transformers tokenizer to save along, or None.
+      tokenizer: a transformers tokenizer to save along; without one none is written, and `jaxkv generate` cannot use the folder.
+      generation: sampling defaults for `generation_config.json`, beside the model's token ids; `CausalLM.save_pretrained` gives
+        those that it was loaded with.
 
     Raises:
       ValueError: the model's family cannot express its configuration.
@@ -44,7 +49,7 @@ def save(model: Decoder, folder: str | os.PathLike, *, tokenizer: Any = None) ->
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_json(work / "config.json", config)
-        _write_json(work / "generation_config.json", _generation(model))
+        _write_json(work / FILE, _generation(model, generation or GenerationDefaults()))
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
         _write_weights(model, work)
@@ -64,9 +69,10 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _generation(model: Decoder) -> dict:
+def _generation(model: Decoder, defaults: GenerationDefaults) -> dict:
     ids = {name: ids for name, ids in write_token_ids(model.config).items() if ids is not None}
-    return {"_from_model_config": True, **ids}
+    said = defaults.fields()
+    return {**({} if said else {"_from_model_config": True}), **ids, **said}
 
 
 def _write_weights(model: Decoder, folder: Path) -> None:
@@ -77,17 +83,25 @@ def _write_weights(model: Decoder, folder: Path) -> None:
     def read(name: str) -> np.ndarray:
         return _tensor(tensors[name], parameters)
 
-    shards = _shards(list(tensors.values()), 4 if config.dtype == "float32" else 2)
+    def entries(shard: list[Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+        return [(t.name, t.shape, _dtype(t, parameters)) for t in shard]
+
+    shards = _shards(list(tensors.values()), {t.name: np.dtype(_dtype(t, parameters)).itemsize for t in tensors.values()})
     if len(shards) == 1:
-        write_safetensors(folder / SINGLE, [(t.name, t.shape) for t in shards[0]], config.dtype, read)
+        write_safetensors(folder / SINGLE, entries(shards[0]), read)
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(folder / file, [(t.name, t.shape) for t in shard], config.dtype, read)
+        write_safetensors(folder / file, entries(shard), read)
         weight_map |= {t.name: file for t in shard}
     size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _dtype(tensor: Tensor, parameters: dict[str, Any]) -> str:
+    """The name of its parameter's dtype: in a model of mixed precision each has its own."""
+    return parameters[tensor.parts[0].parameter].get_value().dtype.name
 
 
 def _tensor(tensor: Tensor, parameters: dict[str, Any]) -> np.ndarray:
@@ -98,12 +112,12 @@ def _tensor(tensor: Tensor, parameters: dict[str, Any]) -> np.ndarray:
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
-def _shards(tensors: list[Tensor], itemsize: int) -> list[list[Tensor]]:
+def _shards(tensors: list[Tensor], itemsizes: dict[str, int]) -> list[list[Tensor]]:
     """Tensors in order, cut where a file would grow above `SHARD_BYTES`."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        nbytes = math.prod(tensor.shape) * itemsize
+        nbytes = math.prod(tensor.shape) * itemsizes[tensor.name]
         if shards[-1] and size + nbytes > SHARD_BYTES:
             shards.append([])
             size = 0

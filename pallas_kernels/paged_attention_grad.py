@@ -82,8 +82,8 @@ def paged_attention_gradient(
     flat = tuple(group_queries(x[..., None], kv_heads)[..., 0] for x in (delta, lse, dlse))
     quantized = problem.k_scales is not None
     row_tokens = math.gcd(page_size, BLOCK_TOKENS)
-    pool = jnp.zeros((1, 1) if quantized else (num_pages * kv_heads * (page_size // row_tokens), row_tokens * head_dim))
-    pool = pool.astype(jnp.float32)
+    pool_rows = num_pages * kv_heads * (page_size // row_tokens)
+    pool = jnp.zeros((1, 1) if quantized else (pool_rows, row_tokens * head_dim), jnp.float32)
 
     def body(block, carry):
         dq, dk_pool, dv_pool = carry

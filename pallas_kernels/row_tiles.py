@@ -46,7 +46,7 @@ def in_turn(f: Callable[..., jax.Array], tile: int, rows: tuple, shared: tuple) 
         return lax.dynamic_update_slice_in_dim(y, unfused(f, *part, *shared), i * tile, 0)
 
     out = jax.eval_shape(f, *(x[:tile] for x in whole), *shared)
-    return lax.fori_loop(0, tiles, turn, jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype))[:count]
+    return lax.fori_loop(jnp.int32(0), jnp.int32(tiles), turn, jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype))[:count]
 
 
 def in_row_tiles(f: Callable[..., jax.Array], rows: tuple[jax.Array, ...], shared: tuple[jax.Array, ...]) -> jax.Array:

@@ -215,7 +215,7 @@ def _prefill(
         begin = cache.lengths[row]
         count = jnp.minimum(lengths[prompt] - begin, search.chunk)
         tokens = prompts.at[prompt, begin + jnp.arange(search.chunk, dtype=jnp.int32)].get(mode="clip")
-        added = jnp.where(jnp.arange(cache.max_seqs) == row, count, 0)
+        added = jnp.where(jnp.arange(cache.max_seqs, dtype=jnp.int32) == row, count, 0)
         cache = cache.allocate(added, max_tokens=search.chunk).advance(added)
         segment = Segment(row[None], cache.lengths[row][None], count[None], queries=search.chunk)
         hidden, pages = model.forward_paged(tokens, (segment,), cache.tables, cache.pages, search.numerics)

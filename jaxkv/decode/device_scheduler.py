@@ -25,6 +25,7 @@ from jaxkv.decode.choice import choose, note
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
+from pallas_kernels.key_blocks import order_of
 
 
 def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None = None) -> Run:
@@ -94,10 +95,10 @@ def next_inputs(job: Job, run: Run, chunk: Chunk) -> StepInputs:
     if missing.shape[0] == 1:  # the only row does not decode beside its own prompt: a third of the program less to compile
         decode = decode[:0]
     missing = _to_prefill(missing)
-    oldest = jnp.argsort(jnp.where(missing > 0, run.row_request, run.requests)).astype(jnp.int32)
+    oldest = order_of(jnp.where(missing > 0, run.row_request, run.requests))
     missing = missing[oldest]
     pieces = -(-missing // chunk.width)
-    ends = jnp.cumsum(pieces)
+    ends = jnp.cumsum(pieces, dtype=jnp.int32)
     piece = jnp.arange(chunk.pieces, dtype=jnp.int32)
     nth = jnp.minimum(jnp.sum(ends[None, :] <= piece[:, None], axis=1, dtype=jnp.int32), oldest.shape[0] - 1)
     row, begin = oldest[nth], (piece - (ends - pieces)[nth]) * chunk.width

@@ -95,9 +95,9 @@ def _extend(
     hidden, pages = model.forward_paged(flat, (segment,), cache.tables, cache.pages, numerics)
     if all_logits:
         logits = model.logits(hidden, numerics).reshape(seqs, chunk, -1)
-        real = jnp.arange(chunk)[None, :] < count[:, None]
+        real = jnp.arange(chunk, dtype=jnp.int32)[None, :] < count[:, None]
     else:
-        last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs), jnp.maximum(count - 1, 0)]
+        last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs, dtype=jnp.int32), jnp.maximum(count - 1, 0)]
         logits, real = model.logits(last, numerics), count > 0
     return jnp.where(real[..., None], logits, 0.0), cache.with_pages(pages)
 

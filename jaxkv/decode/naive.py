@@ -52,7 +52,7 @@ def _naive(
     model: Decoder, prompts: Array, lengths: Array, sampling: Sampling, keys: Array, ends: Array, max_new: int, greedy: bool
 ) -> tuple[Array, Array]:
     count, width = prompts.shape
-    rows = jnp.arange(count)
+    rows = jnp.arange(count, dtype=jnp.int32)
     total = min(width + max_new, model.config.max_seq_len)
     tokens = jnp.pad(prompts, ((0, 0), (0, total - width)))
 
@@ -67,7 +67,7 @@ def _naive(
         place = jnp.where(ended, total, position)
         tokens = tokens.at[rows, place].set(token, mode="drop")
         new = new.at[rows, jnp.where(ended, max_new, made)].set(token, mode="drop")
-        made = made + jnp.where(ended, 0, 1)
+        made = made + (~ended).astype(jnp.int32)
         return tokens, new, made, ended | jnp.any(token[:, None] == ends[None, :], axis=1) | (made >= max_new)
 
     state = (tokens, jnp.full((count, max_new), -1, jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))

@@ -134,7 +134,7 @@ def prompt_keys(key: Array | None, num_prompts: int, *, greedy: bool) -> Key[Arr
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         keys = jax.random.wrap_key_data(keys)  # an old-style uint32 key
     if keys.ndim == 0:
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts))
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts, dtype=jnp.int32))
     if keys.shape != (num_prompts,):
         raise ValueError(f"key must be one key or one per prompt ({num_prompts}), got shape {list(keys.shape)}")
     return keys

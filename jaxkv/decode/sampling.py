@@ -112,7 +112,7 @@ def _greatest(holds: Callable[[Array], Array], rows: int) -> Array:
         tried = least | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
         return jnp.where(holds(tried), tried, least)
 
-    return lax.fori_loop(0, 32, set_bit, jnp.zeros(rows, jnp.uint32))
+    return lax.fori_loop(jnp.int32(0), jnp.int32(32), set_bit, jnp.zeros(rows, jnp.uint32))
 
 
 def _top_k_mask(keys: UInt32[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Bool[Array, "rows vocab"]:
@@ -172,7 +172,7 @@ def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     width = min(BLOCK, vocab)
     blocks = jnp.pad(x, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
     best = _first_greatest(lax.optimization_barrier(jnp.max(blocks, axis=-1)))
-    place = _first_greatest(blocks[jnp.arange(rows), best])
+    place = _first_greatest(blocks[jnp.arange(rows, dtype=jnp.int32), best])
     return jnp.minimum(best * width + place, vocab - 1)
 
 

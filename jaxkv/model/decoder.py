@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
         if seq > self.config.max_seq_len:
             raise ValueError(f"{seq} tokens are more than the model allows ({self.config.max_seq_len})")
         positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-        hidden, _ = self.forward(tokens.reshape(-1), positions, Dense(batch, seq, mesh=self.mesh))
+        hidden, _ = self.forward(tokens.reshape(-1).astype(jnp.int32), positions, Dense(batch, seq, mesh=self.mesh))
         return self.logits(hidden).reshape(batch, seq, -1)
 
 

@@ -62,7 +62,7 @@ def score(
     if wrong is not None:
         raise ValueError(f"row {wrong} has length {lengths[wrong]}, but must have 1 to {seq} tokens")
     check_tokens(tokens, lengths, model.config.vocab_size)
-    tokens = jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
+    tokens = jnp.where(jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None], tokens.astype(jnp.int32), 0)
     sampling = None if sampling is None else sampling.per_row(batch)
     return _score(model, tokens, lengths, sampling, Numerics(implementation, deterministic), remat)
 
@@ -90,4 +90,4 @@ def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | N
     logprobs = lax.map(block, tuple(x.reshape(blocks, size, *x.shape[1:]) for x in padded))
     logprobs = logprobs.reshape(-1)[: batch * seq].reshape(batch, seq)
     shifted = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), logprobs[:, :-1]], axis=1)
-    return jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], shifted, 0.0)
+    return jnp.where(jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None], shifted, 0.0)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import options as opts
+from pallas_kernels.varying import vary_like
 
 
 class Problem(NamedTuple):
@@ -175,7 +176,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
         taken = lax.bitcast_convert_type(flat, bits).at[rows].get(mode="promise_in_bounds")
         return lax.bitcast_convert_type(taken, dtype)
 
-    return lax.cond(rows[0] >= 0, gather, lambda x, rows: jnp.zeros((rows.shape[0], width), dtype), x, rows)
+    return lax.cond(rows[0] >= 0, gather, lambda x, rows: vary_like(jnp.zeros((rows.shape[0], width), dtype), x, rows), x, rows)
 
 
 def gather_block(pages: jax.Array, rows: jax.Array, block: int) -> jax.Array:

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.key_blocks import Problem, Queries, first_rows, gather_block, group_queries, rows_of_heads, ungroup_queries
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_xla import BLOCK_TOKENS, scores
+from pallas_kernels.varying import fori_loop
 
 
 def _scatter_add(total: jax.Array, rows: jax.Array, live: jax.Array, update: jax.Array, kv_heads: int) -> jax.Array:
@@ -97,7 +98,9 @@ def paged_attention_gradient(
     begin, end = where.blocks(BLOCK_TOKENS)
     held = begin < end
     first, behind = jnp.min(jnp.where(held, begin, jnp.iinfo(jnp.int32).max)), jnp.max(jnp.where(held, end, 0))
-    dq, dk_pool, dv_pool = lax.fori_loop(first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool))
+    dq, dk_pool, dv_pool = fori_loop(
+        first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool), problem, results, cotangents
+    )
     dq = ungroup_queries(dq, batch, queries).astype(problem.q.dtype)
     dsinks = None
     if problem.sinks is not None:

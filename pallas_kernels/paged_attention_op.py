@@ -18,6 +18,7 @@ from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_grad import paged_attention_gradient
 from pallas_kernels.paged_attention_lowering import run_attention
+from pallas_kernels.varying import vary_like
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -142,6 +143,8 @@ def paged_attention(
         out, lse = jnp.zeros(q4.shape, q.dtype), jnp.zeros(q4.shape[:3], jnp.float32)
     else:
         problem = Problem(q4, k_pages, v_pages, block_tables, lengths, num_queries, sinks, k_scales, v_scales)
+        # A derivative varies as what it is of: where the arrays differ in that, this cast's own derivative adds up what devices have.
+        problem = vary_like(problem)
         out, lse = _attend(problem, options, implementation, named_capability())
     if decode:
         out, lse = out[:, 0], lse[:, 0]

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "config": "",
     "sharding": "config",
     "ops": "config pallas_kernels",
-    "cache": "config sharding ops",
+    "cache": "config sharding ops pallas_kernels",
     "families": "config",
     "model": "config sharding ops cache pallas_kernels",
     "weights": "config sharding families model",

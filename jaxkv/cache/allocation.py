@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv.cache.free_list import FreeList
 from jaxkv.cache.tables import Tables
+from pallas_kernels.varying import while_loop
 
 
 def pages_needed(
@@ -39,4 +40,5 @@ def rows_served(tables: Tables, free_list: FreeList, num_tokens: Int[Array, " se
         first = lax.argmax(too_many(rows), 0, jnp.int32)
         return rows & (jnp.arange(tables.max_seqs, dtype=jnp.int32) != first)
 
-    return lax.while_loop(lambda rows: jnp.any(too_many(rows)), drop_first, wants & tables.has_room(num_tokens))
+    wants &= tables.has_room(num_tokens)
+    return while_loop(lambda rows: jnp.any(too_many(rows)), drop_first, wants, tables, free_list)

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.decode.run_state import Job, Run
+from pallas_kernels.varying import while_loop
 
 
 def rows_due(job: Job, run: Run) -> Array:
@@ -95,4 +96,4 @@ def make_room(run: Run, num_tokens: Callable[[Run], Array]) -> Run:
             preemptions=r.preemptions + 1,
         )
 
-    return lax.while_loop(short, preempt, run)
+    return while_loop(short, preempt, run)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -37,6 +36,7 @@ from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
+from pallas_kernels.varying import vary_like, while_loop
 
 
 class BeamSearchOutput(NamedTuple):
@@ -194,13 +194,15 @@ def _run(
     model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
 ) -> _State:
     num_prompts, num_beams = prompts.shape[0], search.num_beams
-    logits, cache = _prefill(model, PagedKVCache.of_sizes(model.config, sizes, model.mesh), prompts, lengths, search)
+    given = (model, prompts, lengths, rules, eos)
+    cache = vary_like(PagedKVCache.of_sizes(model.config, sizes, model.mesh), given)
+    logits, cache = _prefill(model, cache, prompts, lengths, search)
     first = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32) * num_beams, num_beams)
     cache = cache.fork(first, jnp.arange(cache.max_seqs, dtype=jnp.int32))
-    beams = Beams.start(num_prompts, num_beams, search.max_new, rules)
+    beams = vary_like(Beams.start(num_prompts, num_beams, search.max_new, rules), given)
     state = _State(cache, beams, jnp.zeros((), jnp.int32), cache.num_used)
     state = _select(state, jnp.repeat(logits, num_beams, axis=0), eos, search)
-    return lax.while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
+    return while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
 
 
 def _prefill(
@@ -224,7 +226,7 @@ def _prefill(
 
     last = jnp.zeros((num_prompts, config.hidden_size), config.dtype)
     state = (cache, last, jnp.zeros((), jnp.int32))
-    cache, last, _ = lax.while_loop(lambda s: s[2] < num_prompts, chunk, state)
+    cache, last, _ = while_loop(lambda s: s[2] < num_prompts, chunk, state)
     return model.logits(last, search.numerics), cache
 
 

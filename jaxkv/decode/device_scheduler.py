@@ -16,7 +16,6 @@ token, whose logits it needs. While that row still prefills, the request waits.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache, when
@@ -26,6 +25,7 @@ from jaxkv.decode.run_state import Chunk, Job, Plan, Run
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
 from pallas_kernels.key_blocks import order_of
+from pallas_kernels.varying import while_loop
 
 
 def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None = None) -> Run:
@@ -56,13 +56,13 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
             r = dataclasses.replace(r, waited=jnp.asarray(waited, jnp.int32))
             return take_step(model, job, r, plan, chunk), jnp.zeros_like(state[1])
 
-        return lax.while_loop(due, turn, state)
+        return while_loop(due, turn, state)
 
     def turns(r: Run) -> Run:
         r = when(rows_due(job, r), lambda r: admit(job, r), r)
         return steps(Chunk(), steps(plan.chunk, (r, jnp.ones((), bool))))[0]
 
-    return lax.while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
+    return while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
 
 
 def _to_prefill(missing: Int[Array, " seqs"]) -> Int[Array, " seqs"]:

@@ -13,6 +13,7 @@ from jaxkv.decode.prompts import check_tokens
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
+from pallas_kernels.varying import vary_like
 
 
 def extend(
@@ -88,7 +89,7 @@ def _extend(
 ) -> tuple[Array, PagedKVCache]:
     seqs, chunk = tokens.shape
     num_tokens = num_tokens.astype(jnp.int32)
-    cache = cache.allocate(num_tokens, max_tokens=chunk)
+    cache = vary_like(cache, model, tokens, num_tokens).allocate(num_tokens, max_tokens=chunk)
     count = jnp.where(cache.out_of_pages, 0, num_tokens)
     cache = cache.advance(count)
     segment, flat = Segment(None, cache.lengths, count, queries=chunk), tokens.astype(jnp.int32).reshape(-1)

@@ -24,6 +24,7 @@ from jaxkv.decode.run_state import Job, Plan, Run, start
 from jaxkv.decode.sampling import Sampling
 from jaxkv.decode.speculative import Draft, NGram, with_draft_pages
 from jaxkv.model.decoder import Decoder
+from pallas_kernels.varying import vary_like
 
 
 def generate(
@@ -152,7 +153,7 @@ def _new_run(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
     cache = PagedKVCache.of_sizes(model.config, sizes, model.mesh)
     if job.draft is not None:
         cache = with_draft_pages(cache, PagedKVCache.of_sizes(job.draft.config, sizes, job.draft.mesh))
-    return start(cache, job.num_requests, plan.max_new)
+    return vary_like(start(cache, job.num_requests, plan.max_new), model, job)
 
 
 _start = jax.jit(_new_run, static_argnames=("plan", "sizes"))

@@ -9,12 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.decode.prompts import Ends, Prompts, end_tokens, pad_prompts, prompt_keys, token_keys
 from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.model.decoder import Decoder
+from pallas_kernels.varying import while_loop
 
 
 def generate_naive(
@@ -71,5 +71,5 @@ def _naive(
         return tokens, new, made, ended | jnp.any(token[:, None] == ends[None, :], axis=1) | (made >= max_new)
 
     state = (tokens, jnp.full((count, max_new), -1, jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
-    _, new, made, _ = lax.while_loop(lambda s: ~jnp.all(s[3]), turn, state)
+    _, new, made, _ = while_loop(lambda s: ~jnp.all(s[3]), turn, state, model, lengths, sampling, keys, ends)
     return new, made

@@ -36,6 +36,7 @@ from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import vary_like, while_loop
 
 
@@ -185,9 +186,13 @@ class _State(NamedTuple):
 def _beam_search(
     model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
 ) -> BeamSearchOutput:
-    state = _run(model, prompts, lengths, rules, eos, search, sizes)
-    results = (x[:, : search.num_return] for x in (state.beams.done_tokens, state.beams.done_lengths, state.beams.done_scores))
-    return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
+    def run(prompts: Array, model: Decoder, lengths: Array, rules: Rules, eos: Array) -> BeamSearchOutput:
+        state = _run(model, prompts, lengths, rules, eos, search, sizes)
+        beams = state.beams
+        results = (x[:, : search.num_return] for x in (beams.done_tokens, beams.done_lengths, beams.done_scores))
+        return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
+
+    return on_automatic_axes(run, prompts, model, lengths, rules, eos)
 
 
 def _run(

@@ -13,6 +13,7 @@ from jaxkv.decode.prompts import check_tokens
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import by_rows, like, within
 from pallas_kernels.varying import vary_like
 
 
@@ -86,6 +87,14 @@ def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, chunk: int, allowed
 
 def _extend(
     model: Decoder, cache: PagedKVCache, tokens: Array, num_tokens: Array, all_logits: bool, numerics: Numerics
+) -> tuple[Array, PagedKVCache]:
+    run = functools.partial(_run, all_logits, numerics)
+    logits, new = within(run, tokens, num_tokens, model, cache)
+    return by_rows(logits, tokens, num_tokens, model, cache), jax.tree.map(like, new, cache)
+
+
+def _run(
+    all_logits: bool, numerics: Numerics, tokens: Array, num_tokens: Array, model: Decoder, cache: PagedKVCache
 ) -> tuple[Array, PagedKVCache]:
     seqs, chunk = tokens.shape
     num_tokens = num_tokens.astype(jnp.int32)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 from jaxkv.decode.prompts import Ends, Prompts, end_tokens, pad_prompts, prompt_keys, token_keys
 from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.model.decoder import Decoder
+from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import while_loop
 
 
@@ -50,6 +51,13 @@ def generate_naive(
 @functools.partial(jax.jit, static_argnums=(6, 7))
 def _naive(
     model: Decoder, prompts: Array, lengths: Array, sampling: Sampling, keys: Array, ends: Array, max_new: int, greedy: bool
+) -> tuple[Array, Array]:
+    run = functools.partial(_run, max_new, greedy)
+    return on_automatic_axes(run, prompts, model, lengths, sampling, keys, ends)
+
+
+def _run(
+    max_new: int, greedy: bool, prompts: Array, model: Decoder, lengths: Array, sampling: Sampling, keys: Array, ends: Array
 ) -> tuple[Array, Array]:
     count, width = prompts.shape
     rows = jnp.arange(count, dtype=jnp.int32)

@@ -13,6 +13,7 @@ from jaxkv.decode.sampling import Sampling, filtered_logits, token_logprobs
 from jaxkv.model.attend import Dense
 from jaxkv.model.decoder import Decoder
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import on_automatic_axes
 
 BLOCK = 256
 """Positions whose logits exist at once: `[BLOCK, vocab]` float32, instead of `[batch * seq, vocab]`."""
@@ -69,6 +70,11 @@ def score(
 
 @functools.partial(jax.jit, static_argnames=("numerics", "remat"))
 def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | None, numerics: Numerics, remat: bool) -> Array:
+    run = functools.partial(_run, numerics, remat)
+    return on_automatic_axes(run, tokens, model, lengths, sampling)
+
+
+def _run(numerics: Numerics, remat: bool, tokens: Array, model: Decoder, lengths: Array, sampling: Sampling | None) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, numerics, model.mesh), remat=remat)

@@ -11,13 +11,26 @@
     norms, biases of the residual stream, everything else    on every device
 
 So each half of a layer needs one sum over devices, at its end, and attention none: `over_heads` runs it on each device's heads alone.
+
+The compiler carries this table through a step, so the mesh's axes are automatic ones (`jax.sharding.AxisType.Auto`): a mesh with explicit
+axes, `jax.make_mesh`'s default, is taken as the same devices with automatic ones, and arrays that a caller has divided over explicit axes
+are so on the way in and out again (`on_automatic_axes`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    reshard,
+    use_abstract_mesh,
+)
 
 from jaxkv.config import ModelConfig
 
@@ -25,6 +38,65 @@ AXIS = "tensor"
 BY_HEAD = PartitionSpec(None, AXIS)
 """Of pages and their scales, and of queries, keys and values."""
 WHOLE = PartitionSpec()
+
+
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
+
+
+def automatic(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with automatic axes in place of explicit ones."""
+    types = tuple(AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
+    return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
+
+
+def _mesh_of(x: Any) -> AbstractMesh:
+    """The mesh in an array's type."""
+    return jax.typeof(x).sharding.mesh
+
+
+def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+    """The mesh with explicit axes that is set (`jax.set_mesh`), or that an array is divided over; None where there is none."""
+    meshes = (get_abstract_mesh(), *map(_mesh_of, jax.tree.leaves(trees)))
+    return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+
+
+def within(f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)` with automatic axes in place of explicit ones; its results are divided as the compiler likes."""
+    mesh = explicit_mesh(args)
+    if mesh is None:
+        return f(*args)
+    with use_abstract_mesh(automatic(mesh)):
+        return f(*jax.tree.map(lambda x: reshard(x, WHOLE) if _mesh_of(x) == mesh else x, args))
+
+
+def like(x: Any, given: Any) -> Any:
+    """An array out of `within`, divided over explicit axes as `given`, of its shape, is."""
+    mesh = _mesh_of(given)
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    with use_abstract_mesh(mesh):
+        return reshard(x, jax.typeof(given).sharding.spec)
+
+
+def on_automatic_axes(f: Callable[..., Any], batch: Any, *args: Any) -> Any:
+    """`f(batch, *args)` whatever the axes of the mesh that arrays are divided over.
+
+    Args:
+      f: its results have the batch's rows on their first axis, or no axes; they come back divided over explicit axes as the batch is.
+      batch: an array of rows.
+      args: pytrees of arrays, divided over the mesh in any way.
+    """
+    return by_rows(within(f, batch, *args), batch, *args)
+
+
+def by_rows(out: Any, batch: Any, *args: Any) -> Any:
+    """What `within` made of a batch and more arguments, its rows divided over explicit axes as the batch's are."""
+    mesh = explicit_mesh(batch, args)
+    if mesh is None:
+        return out
+    rows = jax.typeof(batch).sharding.spec[:1] if _mesh_of(batch) == mesh else ()
+    with use_abstract_mesh(mesh):
+        return jax.tree.map(lambda x: reshard(x, PartitionSpec(*rows) if x.ndim else WHOLE), out)
 
 
 def partition_of(config: ModelConfig, parameter: str, devices: int) -> PartitionSpec:
@@ -64,7 +136,7 @@ def sharding_of(config: ModelConfig, parameter: str, mesh: Mesh | AbstractMesh |
     """
     if mesh is None:
         return None
-    return NamedSharding(mesh, partition_of(config, parameter, check_mesh(config, mesh)))
+    return NamedSharding(automatic(mesh), partition_of(config, parameter, check_mesh(config, mesh)))
 
 
 def pages_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> NamedSharding | None:
@@ -76,7 +148,7 @@ def pages_sharding(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> Nam
     if mesh is None:
         return None
     check_mesh(config, mesh)
-    return NamedSharding(mesh, BY_HEAD)
+    return NamedSharding(automatic(mesh), BY_HEAD)
 
 
 def over_heads(f: Callable[..., Any], mesh: Mesh | None, by_head: tuple, whole: tuple) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import options as opts
+from pallas_kernels.varying import vary_like
 
 
 class Problem(NamedTuple):
@@ -102,6 +103,11 @@ def rows_of_heads(first: jax.Array, block: int, shape: tuple[int, ...]) -> jax.A
     return first[:, None, :] + (lax.iota(jnp.int32, kv_heads) * rows_per_page)[None, :, None]
 
 
+def order_of(x: jax.Array) -> jax.Array:
+    """i32[n] that sorts x [n], equals in their order: `jnp.argsort` of whatever `jax_enable_x64` says."""
+    return lax.sort_key_val(x, lax.iota(jnp.int32, x.shape[0]))[1]
+
+
 class BlockSchedule(NamedTuple):
     """The blocks that rows hold, in the order in which they are computed: first blocks first, of rows with most blocks first.
 
@@ -128,7 +134,7 @@ class BlockSchedule(NamedTuple):
         """The schedule for rows of queries that read the rows `owner` i32[rows] of the tables; `room` places stay empty at its end."""
         begin, end = queries.blocks(block)
         held, rows = end - begin, owner.shape[0]
-        order = jnp.argsort(-held).astype(jnp.int32)
+        order = order_of(-held)
         levels = -(-problem.block_tables.shape[1] * problem.k_pages.shape[2] // block)
         counts = jnp.sum(held[None, :] > lax.iota(jnp.int32, levels)[:, None], axis=1, dtype=jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
@@ -170,7 +176,7 @@ def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
         taken = lax.bitcast_convert_type(flat, bits).at[rows].get(mode="promise_in_bounds")
         return lax.bitcast_convert_type(taken, dtype)
 
-    return lax.cond(rows[0] >= 0, gather, lambda x, rows: jnp.zeros((rows.shape[0], width), dtype), x, rows)
+    return lax.cond(rows[0] >= 0, gather, lambda x, rows: vary_like(jnp.zeros((rows.shape[0], width), dtype), x, rows), x, rows)
 
 
 def gather_block(pages: jax.Array, rows: jax.Array, block: int) -> jax.Array:

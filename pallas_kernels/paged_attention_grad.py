@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.key_blocks import Problem, Queries, first_rows, gather_block, group_queries, rows_of_heads, ungroup_queries
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_xla import BLOCK_TOKENS, scores
+from pallas_kernels.varying import fori_loop
 
 
 def _scatter_add(total: jax.Array, rows: jax.Array, live: jax.Array, update: jax.Array, kv_heads: int) -> jax.Array:
@@ -82,8 +83,8 @@ def paged_attention_gradient(
     flat = tuple(group_queries(x[..., None], kv_heads)[..., 0] for x in (delta, lse, dlse))
     quantized = problem.k_scales is not None
     row_tokens = math.gcd(page_size, BLOCK_TOKENS)
-    pool = jnp.zeros((1, 1) if quantized else (num_pages * kv_heads * (page_size // row_tokens), row_tokens * head_dim))
-    pool = pool.astype(jnp.float32)
+    pool_rows = num_pages * kv_heads * (page_size // row_tokens)
+    pool = jnp.zeros((1, 1) if quantized else (pool_rows, row_tokens * head_dim), jnp.float32)
 
     def body(block, carry):
         dq, dk_pool, dv_pool = carry
@@ -97,7 +98,9 @@ def paged_attention_gradient(
     begin, end = where.blocks(BLOCK_TOKENS)
     held = begin < end
     first, behind = jnp.min(jnp.where(held, begin, jnp.iinfo(jnp.int32).max)), jnp.max(jnp.where(held, end, 0))
-    dq, dk_pool, dv_pool = lax.fori_loop(first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool))
+    dq, dk_pool, dv_pool = fori_loop(
+        first, behind, body, (jnp.zeros_like(grouped[0]), pool, pool), problem, results, cotangents
+    )
     dq = ungroup_queries(dq, batch, queries).astype(problem.q.dtype)
     dsinks = None
     if problem.sinks is not None:

@@ -18,6 +18,7 @@ from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_attention_grad import paged_attention_gradient
 from pallas_kernels.paged_attention_lowering import run_attention
+from pallas_kernels.varying import vary_like
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -117,7 +118,8 @@ def paged_attention(
     options = AttentionOptions(scale, sliding_window, logits_soft_cap, deterministic)
     if num_queries is None:
         num_queries = jnp.full((q4.shape[0],), q4.shape[1], jnp.int32)
-    problem = Problem(q4, k_pages, v_pages, block_tables, lengths, num_queries, sinks, k_scales, v_scales)
+    # A derivative varies as what it is of: where the arrays differ in that, this cast's own derivative adds up what devices have.
+    problem = vary_like(Problem(q4, k_pages, v_pages, block_tables, lengths, num_queries, sinks, k_scales, v_scales))
     results = _attend_if_any(problem, options, implementation)
     out, lse = (x[:, 0] for x in results) if q.ndim == 3 else results
     return (out, lse) if return_lse else out

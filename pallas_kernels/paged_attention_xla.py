@@ -30,6 +30,7 @@ from pallas_kernels.key_blocks import (
     Queries,
     gather_block,
     group_queries,
+    order_of,
     rows_of_heads,
     take_rows,
     ungroup_queries,
@@ -177,7 +178,7 @@ def _attend_rows(
     shape = (count + 2 * turn, kv_heads, m)
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32))
     _, (top, total, acc) = lax.while_loop(lambda state: state[0] < schedule.before[-1], take_turn, (jnp.int32(0), start))
-    back = turn + jnp.argsort(schedule.order).astype(jnp.int32)
+    back = turn + order_of(schedule.order)
     acc = take_rows(acc, back).reshape(count, kv_heads, m, head_dim)
     results = (ungroup_queries(x.reshape(count * kv_heads, *x.shape[2:]), count, width) for x in (top[back], total[back], acc))
     return _finish(problem, queries.alive(width), *results)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.varying import fori_loop, vary_like
+
 TILE = 32
 """Rows of one tile: CPU products get slower by less than their rows up to about this many (docs/measurements.md, "Size of a tile")."""
 
@@ -23,7 +25,7 @@ def unfused(f: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
     know. An `optimization_barrier` would not do, since XLA on CPU removes it before it fuses. The first argument is floating."""
     something = lax.bitcast_convert_type(args[0].reshape(-1)[0].astype(jnp.float32), jnp.int32)
     out = jax.eval_shape(f, *args)
-    return lax.cond((something | 1) != 0, f, lambda *_: jnp.zeros(out.shape, out.dtype), *args)
+    return lax.cond((something | 1) != 0, f, lambda *_: vary_like(jnp.zeros(out.shape, out.dtype), args), *args)
 
 
 def padded(x: jax.Array, tile: int) -> jax.Array:
@@ -46,7 +48,8 @@ def in_turn(f: Callable[..., jax.Array], tile: int, rows: tuple, shared: tuple) 
         return lax.dynamic_update_slice_in_dim(y, unfused(f, *part, *shared), i * tile, 0)
 
     out = jax.eval_shape(f, *(x[:tile] for x in whole), *shared)
-    return lax.fori_loop(0, tiles, turn, jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype))[:count]
+    start = jnp.zeros((tiles * tile, *out.shape[1:]), out.dtype)
+    return fori_loop(jnp.int32(0), jnp.int32(tiles), turn, start, rows, shared)[:count]
 
 
 def in_row_tiles(f: Callable[..., jax.Array], rows: tuple[jax.Array, ...], shared: tuple[jax.Array, ...]) -> jax.Array:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv.cache.free_list import FreeList
 from jaxkv.cache.tables import Tables
+from pallas_kernels.varying import while_loop
 
 
 def pages_needed(
@@ -20,7 +21,7 @@ def pages_needed(
     """
     page, holds_tokens = tables.last_pages()
     partly = writers & holds_tokens
-    row = jnp.arange(tables.max_seqs)
+    row = jnp.arange(tables.max_seqs, dtype=jnp.int32)
     earlier = partly[None, :] & (page[None, :] == page[:, None]) & (row[None, :] < row[:, None])
     copies = partly & (free_list.ref_counts[page] - jnp.sum(earlier, axis=1, dtype=jnp.int32) > 1)
     return jnp.where(writers, tables.pages_missing(num_tokens) + copies.astype(jnp.int32), 0), copies
@@ -36,6 +37,8 @@ def rows_served(tables: Tables, free_list: FreeList, num_tokens: Int[Array, " se
         return rows & (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > free_list.num_free)
 
     def drop_first(rows: Array) -> Array:
-        return rows & (jnp.arange(tables.max_seqs) != jnp.argmax(too_many(rows)))
+        first = lax.argmax(too_many(rows), 0, jnp.int32)
+        return rows & (jnp.arange(tables.max_seqs, dtype=jnp.int32) != first)
 
-    return lax.while_loop(lambda rows: jnp.any(too_many(rows)), drop_first, wants & tables.has_room(num_tokens))
+    wants &= tables.has_room(num_tokens)
+    return while_loop(lambda rows: jnp.any(too_many(rows)), drop_first, wants, tables, free_list)

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
@@ -28,6 +27,7 @@ from jaxkv.cache.pages import Pages
 from jaxkv.cache.readings import Readings
 from jaxkv.cache.tables import Tables
 from jaxkv.config import CacheConfig, ModelConfig, integer, shown
+from pallas_kernels.varying import while_loop
 
 
 def when(pred: Array, update: Callable[[Any], Any], state: Any) -> Any:
@@ -35,7 +35,7 @@ def when(pred: Array, update: Callable[[Any], Any], state: Any) -> Any:
 
     A loop of at most one turn: XLA updates a loop's state in place, where `lax.cond` would copy the pages.
     """
-    return lax.while_loop(lambda s: s[0], lambda s: (jnp.zeros_like(s[0]), update(s[1])), (pred, state))[1]
+    return while_loop(lambda s: s[0], lambda s: (jnp.zeros_like(s[0]), update(s[1])), (pred, state))[1]
 
 
 @jax.tree_util.register_dataclass

@@ -33,8 +33,7 @@ class Pages(NamedTuple):
         dtype, sharding = sizes.dtype or config.dtype, pages_sharding(config, mesh)
 
         def empty(shape: tuple[int, ...], dtype: str) -> Array:
-            x = jnp.zeros(shape, dtype)
-            return x if sharding is None else lax.with_sharding_constraint(x, sharding)
+            return jnp.zeros(shape, dtype, device=sharding)
 
         if dtype in QUANTIZED_DTYPES:
             return cls(*(empty(s, d) for s, d in ((shape, dtype),) * 2 + ((shape[:3], "float32"),) * 2))

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.decode.run_state import Job, Run
+from pallas_kernels.varying import while_loop
 
 
 def rows_due(job: Job, run: Run) -> Array:
@@ -36,9 +37,9 @@ def admit(job: Job, run: Run) -> Run:
     shared_pages = jnp.where((shared > 0) & ~ended[source], shared // cache.page_size, 0)
     need = jnp.where(offer < none, -(-known // cache.page_size) - shared_pages, 0)
     owed = -(-run.known(job, run.row_request) // cache.page_size) - cache.pages_held()
-    owed = jnp.sum(jnp.where(run.live & ~ended, jnp.maximum(owed, 0), 0))
+    owed = jnp.sum(jnp.where(run.live & ~ended, jnp.maximum(owed, 0), 0), dtype=jnp.int32)
     room = cache.num_free + cache.pages_freed_by(ended) - owed
-    refused = empty & ((offer == none) | blocked | (jnp.cumsum(need) > room))
+    refused = empty & ((offer == none) | blocked | (jnp.cumsum(need, dtype=jnp.int32) > room))
     first_refused = jnp.min(jnp.where(refused, nth, cache.max_seqs))
     # With nothing running the first one always fits: the pool was checked to hold the longest sequence.
     alone = ~jnp.any(run.live & ~ended)
@@ -46,11 +47,12 @@ def admit(job: Job, run: Run) -> Run:
 
     count = jnp.sum(admitted, dtype=jnp.int32)
     returned = jnp.minimum(count, num_preempted)
-    shifted = run.preempted.at[jnp.arange(cache.max_seqs) + returned].get(mode="fill", fill_value=none)
+    rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+    shifted = run.preempted.at[rows + returned].get(mode="fill", fill_value=none)
     lengths = jnp.where(admitted, shared, 0)
     return dataclasses.replace(
         run,
-        cache=cache.assign(ended | admitted, jnp.where(admitted, source, jnp.arange(cache.max_seqs)), lengths),
+        cache=cache.assign(ended | admitted, jnp.where(admitted, source, rows), lengths),
         row_request=jnp.where(admitted, offer, jnp.where(ended, none, run.row_request)),
         preempted=shifted,
         next=run.next + count - returned,
@@ -69,7 +71,7 @@ def _find_source(
     shared = job.prompt_lengths.at[prompt].get(mode="fill", fill_value=1) - 1
     same = run.live[None, :] & (job.prompt_of(run.row_request)[None, :] == prompt[:, None]) & (shared > 0)[:, None]
     ready = same & (run.cache.lengths[None, :] >= shared[:, None])
-    source = jnp.argmax(ready.astype(jnp.int32) * jnp.where(ended, 1, 2)[None, :], axis=1).astype(jnp.int32)
+    source = lax.argmax(ready.astype(jnp.int32) * (2 - ended.astype(jnp.int32))[None, :], 1, jnp.int32)
     found = jnp.any(ready, axis=1)
     computing = jnp.any(same & ~ended[None, :], axis=1)
     offered_earlier = (offer < run.requests)[None, :] & (prompt[None, :] == prompt[:, None])
@@ -84,8 +86,8 @@ def make_room(run: Run, num_tokens: Callable[[Run], Array]) -> Run:
         return jnp.sum(r.cache.pages_needed(num_tokens(r)), dtype=jnp.int32) > r.cache.num_free
 
     def preempt(r: Run) -> Run:
-        youngest = jnp.argmax(jnp.where(r.live, r.row_request, -1))
-        row = jnp.arange(r.cache.max_seqs) == youngest
+        youngest = lax.argmax(jnp.where(r.live, r.row_request, -1), 0, jnp.int32)
+        row = jnp.arange(r.cache.max_seqs, dtype=jnp.int32) == youngest
         return dataclasses.replace(
             r,
             cache=r.cache.free(row),
@@ -94,4 +96,4 @@ def make_room(run: Run, num_tokens: Callable[[Run], Array]) -> Run:
             preemptions=r.preemptions + 1,
         )
 
-    return lax.while_loop(short, preempt, run)
+    return while_loop(short, preempt, run)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -36,6 +35,8 @@ from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import on_automatic_axes
+from pallas_kernels.varying import vary_like, while_loop
 
 
 class BeamSearchOutput(NamedTuple):
@@ -193,22 +194,28 @@ class _State(NamedTuple):
 def _beam_search(
     model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
 ) -> BeamSearchOutput:
-    state = _run(model, prompts, lengths, rules, eos, search, sizes)
-    results = (x[:, : search.num_return] for x in (state.beams.done_tokens, state.beams.done_lengths, state.beams.done_scores))
-    return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
+    def run(prompts: Array, model: Decoder, lengths: Array, rules: Rules, eos: Array) -> BeamSearchOutput:
+        state = _run(model, prompts, lengths, rules, eos, search, sizes)
+        beams = state.beams
+        results = (x[:, : search.num_return] for x in (beams.done_tokens, beams.done_lengths, beams.done_scores))
+        return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
+
+    return on_automatic_axes(run, prompts, model, lengths, rules, eos)
 
 
 def _run(
     model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
 ) -> _State:
     num_prompts, num_beams = prompts.shape[0], search.num_beams
-    logits, cache = _prefill(model, PagedKVCache.of_sizes(model.config, sizes, model.mesh), prompts, lengths, search)
+    given = (model, prompts, lengths, rules, eos)
+    cache = vary_like(PagedKVCache.of_sizes(model.config, sizes, model.mesh), given)
+    logits, cache = _prefill(model, cache, prompts, lengths, search)
     first = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32) * num_beams, num_beams)
     cache = cache.fork(first, jnp.arange(cache.max_seqs, dtype=jnp.int32))
-    beams = Beams.start(num_prompts, num_beams, search.max_new, rules)
+    beams = vary_like(Beams.start(num_prompts, num_beams, search.max_new, rules), given)
     state = _State(cache, beams, jnp.zeros((), jnp.int32), cache.num_used)
     state = _select(state, jnp.repeat(logits, num_beams, axis=0), eos, search)
-    return lax.while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
+    return while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
 
 
 def _prefill(
@@ -223,7 +230,7 @@ def _prefill(
         begin = cache.lengths[row]
         count = jnp.minimum(lengths[prompt] - begin, search.chunk)
         tokens = prompts.at[prompt, begin + jnp.arange(search.chunk, dtype=jnp.int32)].get(mode="clip")
-        added = jnp.where(jnp.arange(cache.max_seqs) == row, count, 0)
+        added = jnp.where(jnp.arange(cache.max_seqs, dtype=jnp.int32) == row, count, 0)
         cache = cache.allocate(added, max_tokens=search.chunk).advance(added)
         segment = Segment(row[None], cache.lengths[row][None], count[None], queries=search.chunk)
         hidden, pages = model.forward_paged(tokens, (segment,), cache.tables, cache.pages, search.numerics)
@@ -232,7 +239,7 @@ def _prefill(
 
     last = jnp.zeros((num_prompts, config.hidden_size), config.dtype)
     state = (cache, last, jnp.zeros((), jnp.int32))
-    cache, last, _ = lax.while_loop(lambda s: s[2] < num_prompts, chunk, state)
+    cache, last, _ = while_loop(lambda s: s[2] < num_prompts, chunk, state)
     return model.logits(last, search.numerics), cache
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-DEAD = -1e9
+DEAD = np.float32(-1e9)
 """Score of what must not be chosen. Added, not assigned, as transformers does: among the dead the better ones come first."""
 
 
@@ -51,7 +52,8 @@ class Beams(NamedTuple):
     def start(cls, num_prompts: int, num_beams: int, max_new: int, rules: "Rules") -> "Beams":
         """Nothing generated. Only the first beam counts: the others are the same, and would be chosen again and again."""
         shape = (num_prompts, num_beams)
-        scores, dead = jnp.full(shape, DEAD).at[:, 0].set(0.0), jnp.full(shape, DEAD)
+        dead = jnp.full(shape, DEAD, jnp.float32)
+        scores = dead.at[:, 0].set(0.0)
         tokens, none = jnp.full((*shape, max_new), -1, jnp.int32), jnp.zeros((), jnp.int32)
         return cls(tokens, scores, tokens, jnp.zeros(shape, jnp.int32), dead, jnp.ones(num_prompts, bool), none, *rules)
 
@@ -100,7 +102,7 @@ def select(
 def _finish(beams: Beams, tokens: Array, sums: Array, ends: Array) -> Beams:
     """Sequences that end now, among the `num_beams` best continuations, compete with those finished before."""
     num_beams = beams.scores.shape[1]
-    ends = ends & (jnp.arange(ends.shape[1]) < num_beams)[None, :]
+    ends = ends & (jnp.arange(ends.shape[1], dtype=jnp.int32) < num_beams)[None, :]
     scores = sums / beams.count.astype(jnp.float32) ** beams.penalty + jnp.where(ends, 0.0, DEAD)
     lengths = jnp.where(ends, beams.count, 0)
     scores, order = lax.top_k(jnp.concatenate([beams.done_scores, scores], axis=1), num_beams)

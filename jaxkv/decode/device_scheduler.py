@@ -16,7 +16,6 @@ token, whose logits it needs. While that row still prefills, the request waits.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache, when
@@ -25,6 +24,8 @@ from jaxkv.decode.choice import choose, note
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
+from pallas_kernels.key_blocks import order_of
+from pallas_kernels.varying import while_loop
 
 
 def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None = None) -> Run:
@@ -55,13 +56,13 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
             r = dataclasses.replace(r, waited=jnp.asarray(waited, jnp.int32))
             return take_step(model, job, r, plan, chunk), jnp.zeros_like(state[1])
 
-        return lax.while_loop(due, turn, state)
+        return while_loop(due, turn, state)
 
     def turns(r: Run) -> Run:
         r = when(rows_due(job, r), lambda r: admit(job, r), r)
         return steps(Chunk(), steps(plan.chunk, (r, jnp.ones((), bool))))[0]
 
-    return lax.while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
+    return while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
 
 
 def _to_prefill(missing: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
@@ -94,10 +95,10 @@ def next_inputs(job: Job, run: Run, chunk: Chunk) -> StepInputs:
     if missing.shape[0] == 1:  # the only row does not decode beside its own prompt: a third of the program less to compile
         decode = decode[:0]
     missing = _to_prefill(missing)
-    oldest = jnp.argsort(jnp.where(missing > 0, run.row_request, run.requests)).astype(jnp.int32)
+    oldest = order_of(jnp.where(missing > 0, run.row_request, run.requests))
     missing = missing[oldest]
     pieces = -(-missing // chunk.width)
-    ends = jnp.cumsum(pieces)
+    ends = jnp.cumsum(pieces, dtype=jnp.int32)
     piece = jnp.arange(chunk.pieces, dtype=jnp.int32)
     nth = jnp.minimum(jnp.sum(ends[None, :] <= piece[:, None], axis=1, dtype=jnp.int32), oldest.shape[0] - 1)
     row, begin = oldest[nth], (piece - (ends - pieces)[nth]) * chunk.width

@@ -15,6 +15,8 @@ from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
 from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_counts, read_rectangle
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import by_rows, like, within
+from pallas_kernels.varying import vary_like
 
 
 def extend(
@@ -89,18 +91,26 @@ def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> No
 def _extend(
     model: Decoder, cache: PagedKVCache, tokens: Array, num_tokens: Array, all_logits: bool, numerics: Numerics
 ) -> tuple[Array, PagedKVCache]:
+    run = functools.partial(_run, all_logits, numerics)
+    logits, new = within(run, tokens, num_tokens, model, cache)
+    return by_rows(logits, tokens, num_tokens, model, cache), jax.tree.map(like, new, cache)
+
+
+def _run(
+    all_logits: bool, numerics: Numerics, tokens: Array, num_tokens: Array, model: Decoder, cache: PagedKVCache
+) -> tuple[Array, PagedKVCache]:
     seqs, chunk = tokens.shape
     num_tokens = num_tokens.astype(jnp.int32)
-    cache = cache.allocate(num_tokens, max_tokens=chunk)
+    cache = vary_like(cache, model, tokens, num_tokens).allocate(num_tokens, max_tokens=chunk)
     count = jnp.where(cache.out_of_pages, 0, num_tokens)
     cache = cache.advance(count)
     segment, flat = Segment(None, cache.lengths, count, queries=chunk), tokens.astype(jnp.int32).reshape(-1)
     hidden, pages = model.forward_paged(flat, (segment,), cache.tables, cache.pages, numerics)
     if all_logits:
         logits = model.logits(hidden, numerics).reshape(seqs, chunk, -1)
-        real = jnp.arange(chunk)[None, :] < count[:, None]
+        real = jnp.arange(chunk, dtype=jnp.int32)[None, :] < count[:, None]
     else:
-        last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs), jnp.maximum(count - 1, 0)]
+        last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs, dtype=jnp.int32), jnp.maximum(count - 1, 0)]
         logits, real = model.logits(last, numerics), count > 0
     return jnp.where(real[..., None], logits, 0.0), cache.with_pages(pages)
 

@@ -24,6 +24,8 @@ from jaxkv.decode.run_state import Job, Plan, Run, start
 from jaxkv.decode.sampling import Sampling
 from jaxkv.decode.speculative import Draft, NGram, with_draft_pages
 from jaxkv.model.decoder import Decoder
+from jaxkv.sharding import on_automatic_axes, within
+from pallas_kernels.varying import vary_like
 
 
 def generate(
@@ -135,18 +137,28 @@ def _stream(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig, turn: int,
 
 @functools.partial(jax.jit, static_argnames=("plan", "sizes"))
 def _generate(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> GenerateOutput:
-    return _output(advance(model, job, _new_run(model, job, plan, sizes), plan), job)
+    def run(prompts: Array, model: Decoder, job: Job) -> GenerateOutput:
+        del prompts
+        return _output(advance(model, job, _new_run(model, job, plan, sizes), plan), job)
+
+    return on_automatic_axes(run, job.prompts, model, job)
 
 
 def _new_run(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
     cache = PagedKVCache.of_sizes(model.config, sizes, model.mesh)
     if job.draft is not None:
         cache = with_draft_pages(cache, PagedKVCache.of_sizes(job.draft.config, sizes, job.draft.mesh))
-    return start(cache, job.num_requests, plan.max_new)
+    return vary_like(start(cache, job.num_requests, plan.max_new), model, job)
 
 
-_start = jax.jit(_new_run, static_argnames=("plan", "sizes"))
-_advance = functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("run",))(advance)
+@functools.partial(jax.jit, static_argnames=("plan", "sizes"))
+def _start(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
+    return within(lambda model, job: _new_run(model, job, plan, sizes), model, job)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("run",))
+def _advance(model: Decoder, job: Job, run: Run, plan: Plan, until: int) -> Run:
+    return within(lambda model, job, run: advance(model, job, run, plan, until), model, job, run)
 
 
 def _output(run: Run, job: Job) -> GenerateOutput:

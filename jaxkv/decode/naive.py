@@ -9,13 +9,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv.config import integer
 from jaxkv.decode.prompts import Ends, Prompts, end_tokens, longest_sequence, pad_prompts, prompt_keys, token_keys
 from jaxkv.decode.sampling import Sampling, as_sampling, sample
 from jaxkv.model.decoder import Decoder, check_decoder
+from jaxkv.sharding import on_automatic_axes
+from pallas_kernels.varying import while_loop
 
 
 def generate_naive(
@@ -55,8 +56,15 @@ def generate_naive(
 def _naive(
     model: Decoder, prompts: Array, lengths: Array, sampling: Sampling, keys: Array, ends: Array, max_new: int, greedy: bool
 ) -> tuple[Array, Array]:
+    run = functools.partial(_run, max_new, greedy)
+    return on_automatic_axes(run, prompts, model, lengths, sampling, keys, ends)
+
+
+def _run(
+    max_new: int, greedy: bool, prompts: Array, model: Decoder, lengths: Array, sampling: Sampling, keys: Array, ends: Array
+) -> tuple[Array, Array]:
     count, width = prompts.shape
-    rows = jnp.arange(count)
+    rows = jnp.arange(count, dtype=jnp.int32)
     total = min(width + max_new, model.config.max_seq_len)
     tokens = jnp.pad(prompts, ((0, 0), (0, total - width)))
 
@@ -71,9 +79,9 @@ def _naive(
         place = jnp.where(ended, total, position)
         tokens = tokens.at[rows, place].set(token, mode="drop")
         new = new.at[rows, jnp.where(ended, max_new, made)].set(token, mode="drop")
-        made = made + jnp.where(ended, 0, 1)
+        made = made + (~ended).astype(jnp.int32)
         return tokens, new, made, ended | jnp.any(token[:, None] == ends[None, :], axis=1) | (made >= max_new)
 
     state = (tokens, jnp.full((count, max_new), -1, jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
-    _, new, made, _ = lax.while_loop(lambda s: ~jnp.all(s[3]), turn, state)
+    _, new, made, _ = while_loop(lambda s: ~jnp.all(s[3]), turn, state, model, lengths, sampling, keys, ends)
     return new, made

@@ -98,7 +98,7 @@ def prompt_keys(key: Any, num_prompts: int, *, greedy: bool) -> Key[Array, " num
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
     keys = jax.random.key(0) if key is None else _as_keys(key)
     if keys.ndim == 0:
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts))
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts, dtype=jnp.int32))
     if keys.shape != (num_prompts,):
         raise ValueError(f"key must be one key or one per prompt ({num_prompts}), got shape {list(keys.shape)}")
     return keys

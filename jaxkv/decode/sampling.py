@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxkv.config import shown
 from pallas_kernels.row_tiles import in_row_tiles
+from pallas_kernels.varying import fori_loop, vary_like
 
 
 @jax.tree_util.register_dataclass
@@ -143,25 +144,27 @@ def sortable(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _greatest(holds: Callable[[Array], Array], rows: int) -> Array:
-    """Per row the greatest u32 for which `holds` (true up to some value, false above), found bit by bit."""
+def _greatest(holds: Callable[[Array], Array], rows: int, *like: Array) -> Array:
+    """Per row the greatest u32 for which `holds` (true up to some value, false above; of `like`), found bit by bit."""
 
     def set_bit(i: Array, least: Array) -> Array:
         tried = least | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
         return jnp.where(holds(tried), tried, least)
 
-    return lax.fori_loop(0, 32, set_bit, jnp.zeros(rows, jnp.uint32))
+    return fori_loop(jnp.int32(0), jnp.int32(32), set_bit, jnp.zeros(rows, jnp.uint32), *like)
 
 
 def _top_k_mask(keys: UInt32[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Bool[Array, "rows vocab"]:
     count = jnp.where(top_k > 0, jnp.minimum(top_k, keys.shape[1]), keys.shape[1])
-    least = _greatest(lambda t: jnp.sum(keys >= t[:, None], axis=1, dtype=jnp.int32) >= count, keys.shape[0])
+    least = _greatest(lambda t: jnp.sum(keys >= t[:, None], axis=1, dtype=jnp.int32) >= count, keys.shape[0], keys, count)
     return keys >= least[:, None]
 
 
 def _top_p_mask(keys: Array, probs: Float[Array, "rows vocab"], top_p: Float[Array, " rows"]) -> Bool[Array, "rows vocab"]:
     wanted = top_p * jnp.sum(probs, axis=1)
-    least = _greatest(lambda t: jnp.sum(jnp.where(keys >= t[:, None], probs, 0.0), axis=1) >= wanted, keys.shape[0])
+    least = _greatest(
+        lambda t: jnp.sum(jnp.where(keys >= t[:, None], probs, 0.0), axis=1) >= wanted, keys.shape[0], keys, wanted
+    )
     return (keys >= least[:, None]) | (top_p >= 1)[:, None]
 
 
@@ -177,8 +180,8 @@ def filtered_logits(logits: Float[Array, "rows vocab"], sampling: Sampling) -> F
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     keys = sortable(scaled)
 
-    def keep_all(_: Array) -> Array:
-        return jnp.ones(scaled.shape, bool)
+    def keep_all(filter: Array) -> Array:
+        return vary_like(jnp.ones(scaled.shape, bool), scaled, filter)
 
     top_k = jnp.where(greedy, 1, ks)
     kept = lax.cond(jnp.any(top_k > 0), lambda t: _top_k_mask(keys, t), keep_all, top_k)
@@ -211,7 +214,7 @@ def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     width = min(BLOCK, vocab)
     blocks = jnp.pad(x, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf).reshape(rows, -1, width)
     best = _first_greatest(lax.optimization_barrier(jnp.max(blocks, axis=-1)))
-    place = _first_greatest(blocks[jnp.arange(rows), best])
+    place = _first_greatest(blocks[jnp.arange(rows, dtype=jnp.int32), best])
     return jnp.minimum(best * width + place, vocab - 1)
 
 

@@ -74,7 +74,7 @@ class Speculation:
             same &= (jnp.roll(text, i, axis=1) == token) & (place >= i)
             matched += same.astype(jnp.int32)
         ranked = jnp.where((place < last) & (matched > 0), matched * width + place, -1)
-        best = jnp.argmax(ranked, axis=1).astype(jnp.int32)[:, None]
+        best = lax.argmax(ranked, 1, jnp.int32)[:, None]
         nth = jnp.arange(self.num_tokens, dtype=jnp.int32)[None, :] % jnp.maximum(last - best, 1)
         return jnp.take_along_axis(text, jnp.minimum(best + 1 + nth, width - 1), axis=1), jnp.max(ranked, axis=1) >= 0
 
@@ -131,7 +131,7 @@ class Speculation:
         chosen = choose(job, plan, logits.reshape(seqs * queries, -1), request, position)
         token, ends = chosen.token.reshape(seqs, queries), chosen.ends.reshape(seqs, queries)
         right = (token[:, :-1] == guesses) & (nth[:, :-1] < count[:, None]) & ~ends[:, :-1]
-        kept = jnp.concatenate([jnp.ones((seqs, 1), bool), jnp.cumprod(right.astype(jnp.int32), axis=1) > 0], axis=1)
+        kept = jnp.concatenate([jnp.ones((seqs, 1), bool), jnp.cumprod(right, axis=1, dtype=jnp.int32) > 0], axis=1)
         kept &= produced[:, None]
         index = run.out_lengths[request] + flat(nth)
         lengths = run.cache.lengths - jnp.where(produced, count + 1 - jnp.sum(kept, axis=1, dtype=jnp.int32), 0)

@@ -66,7 +66,7 @@ class StepInputs:
 
     def _later(self) -> Bool[Array, "pieces pieces"]:
         """Which pieces (second axis) come after each (first axis) in the same row, with a token in them."""
-        piece = jnp.arange(self.chunk_rows.shape[0])
+        piece = jnp.arange(self.chunk_rows.shape[0], dtype=jnp.int32)
         same = self.chunk_rows[None, :] == self.chunk_rows[:, None]
         return same & (piece[None, :] > piece[:, None]) & (self.chunk_counts > 0)[None, :]
 

@@ -99,5 +99,6 @@ class Dense:
 
 def causal_mask(seq: int, window: int | None) -> Bool[Array, "seq seq"]:
     """True where the query (first axis) sees the key (second axis)."""
-    distance = jnp.arange(seq)[:, None] - jnp.arange(seq)[None, :]
+    place = jnp.arange(seq, dtype=jnp.int32)
+    distance = place[:, None] - place[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

@@ -26,7 +26,7 @@ from jaxkv.model.segments import Paged, Segment
 from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_rectangle
 from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import DEFAULT, Numerics
-from jaxkv.sharding import check_mesh, sharding_of
+from jaxkv.sharding import automatic, check_mesh, on_automatic_axes, sharding_of
 
 
 class Decoder(nnx.Module):
@@ -39,14 +39,14 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: the `ModelConfig`; its dtype is that of the parameters, also after they were cast.
-      mesh: the mesh, or None.
+      mesh: the mesh, its axes automatic, or None.
       embed: token embedding, `[vocab, embed_size or hidden]`.
       layers: the decoder layers.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, mesh: Mesh | None = None):
         c = config
-        self._built_from, self.mesh = c, mesh
+        self._built_from, self.mesh = c, None if mesh is None else automatic(mesh)
         width = c.hidden_size if c.embed_size is None else c.embed_size
         self.embed = new_param(rngs, (c.vocab_size, width), c.dtype)
         learned = c.positions == "learned"
@@ -188,12 +188,16 @@ class Decoder(nnx.Module):
         """
         ids = read_rectangle(tokens)
         check_tokens(ids, None, self.config.vocab_size, ROWS.tokens)
-        batch, seq = ids.shape
-        if seq > self.config.max_seq_len:
-            raise ValueError(f"{seq} tokens are more than the model allows ({self.config.max_seq_len})")
-        positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-        hidden, _ = self.forward(as_int32(ids).reshape(-1), positions, Dense(batch, seq, mesh=self.mesh))
-        return self.logits(hidden).reshape(batch, seq, -1)
+        if ids.shape[1] > self.config.max_seq_len:
+            raise ValueError(f"{ids.shape[1]} tokens are more than the model allows ({self.config.max_seq_len})")
+        return on_automatic_axes(_whole_sequences, as_int32(ids), self)
+
+
+def _whole_sequences(tokens: Array, model: Decoder) -> Array:
+    batch, seq = tokens.shape
+    positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
+    hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, mesh=model.mesh))
+    return model.logits(hidden).reshape(batch, seq, -1)
 
 
 @jax.jit

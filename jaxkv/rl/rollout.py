@@ -68,7 +68,7 @@ def sequences(
     if prompts.shape[0] != num_prompts:
         raise ValueError(f"there are {prompts.shape[0]} prompts, but the output is of {num_prompts}: pass those of `out`")
     prompts, lengths = jnp.repeat(prompts, num_samples, axis=0), jnp.repeat(lengths, num_samples)
-    position = jnp.arange(prompts.shape[1] + max_new)[None, :]
+    position = jnp.arange(prompts.shape[1] + max_new, dtype=jnp.int32)[None, :]
     index = position - lengths[:, None]
     made = out.lengths.reshape(-1)
     new = (index >= 0) & (index < made[:, None])
@@ -107,13 +107,13 @@ def mismatch(
     rows = sequences(prompts, prompt_lengths, out)
     trainer = score(model, rows.tokens, rows.lengths, deterministic=deterministic)
     difference = jnp.where(rows.new, trainer - rows.logprobs, 0.0)
-    count = jnp.maximum(jnp.sum(rows.new), 1).astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(rows.new, dtype=jnp.int32), 1).astype(jnp.float32)
     ratio = jnp.where(rows.new, jnp.exp(difference), 0.0)
     outside = rows.new & ((ratio < 0.9) | (ratio > 1.1))
     size = jax.lax.square(jnp.sum(ratio)) / jnp.maximum(count * jnp.sum(ratio * ratio), 1e-30)
     return Mismatch(
         jnp.max(jnp.abs(difference)),
         jnp.sum(jnp.abs(difference)) / count,
-        jnp.sum(outside).astype(jnp.float32) / count,
+        jnp.sum(outside, dtype=jnp.int32).astype(jnp.float32) / count,
         size,
     )

@@ -15,6 +15,7 @@ from jaxkv.model.attend import Dense
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.token_ids import ROWS, read_tokens
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import on_automatic_axes
 
 BLOCK = 256
 """Positions whose logits exist at once: `[BLOCK, vocab]` float32, instead of `[batch * seq, vocab]`."""
@@ -58,13 +59,18 @@ def score(
     batch, seq = tokens.shape
     if seq > model.config.max_seq_len:
         raise ValueError(f"tokens: {seq} are more than the model allows ({model.config.max_seq_len})")
-    tokens = jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
+    tokens = jnp.where(jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
     rows = None if sampling is None else as_sampling(sampling).per_row(batch)
     return _score(model, tokens, lengths, rows, numerics, bool(remat))
 
 
 @functools.partial(jax.jit, static_argnames=("numerics", "remat"))
 def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | None, numerics: Numerics, remat: bool) -> Array:
+    run = functools.partial(_run, numerics, remat)
+    return on_automatic_axes(run, tokens, model, lengths, sampling)
+
+
+def _run(numerics: Numerics, remat: bool, tokens: Array, model: Decoder, lengths: Array, sampling: Sampling | None) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, numerics, model.mesh), remat=remat)
@@ -86,4 +92,4 @@ def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | N
     logprobs = lax.map(block, tuple(x.reshape(blocks, size, *x.shape[1:]) for x in padded))
     logprobs = logprobs.reshape(-1)[: batch * seq].reshape(batch, seq)
     shifted = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), logprobs[:, :-1]], axis=1)
-    return jnp.where(jnp.arange(seq)[None, :] < lengths[:, None], shifted, 0.0)
+    return jnp.where(jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None], shifted, 0.0)

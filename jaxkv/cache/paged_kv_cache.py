@@ -28,6 +28,7 @@ from jaxkv.cache.pages import Pages
 from jaxkv.cache.report import Bookkeeping, CacheStats, cache_stats, find_faults
 from jaxkv.cache.tables import Tables
 from jaxkv.config import CacheConfig, ModelConfig
+from jaxkv.sharding import keeps_axes, within
 from pallas_kernels.varying import while_loop
 
 
@@ -89,8 +90,9 @@ class PagedKVCache:
         """
         if sizes.max_seq_len > config.max_seq_len:
             raise ValueError(f"max_seq_len is {sizes.max_seq_len}, but the model allows {config.max_seq_len} tokens")
-        pages = tuple(Pages.create(config, sizes, mesh) for _ in range(config.num_layers))
-        return cls(pages, Tables.create(sizes), FreeList.create(sizes))
+        layers = range(config.num_layers)
+        pages = lambda: tuple(Pages.create(config, sizes, mesh) for _ in layers)
+        return within(lambda: cls(pages(), Tables.create(sizes), FreeList.create(sizes)))
 
     @property
     def page_size(self) -> int:
@@ -135,7 +137,7 @@ class PagedKVCache:
     @property
     def num_used(self) -> Int[Array, ""]:
         """Pages in use, i32[]."""
-        return self.num_pages - 1 - self.num_free
+        return within(lambda free: self.num_pages - 1 - free, self.num_free)
 
     @property
     def out_of_pages(self) -> Bool[Array, " seqs"]:
@@ -149,12 +151,14 @@ class PagedKVCache:
 
     def pages_held(self) -> Int[Array, " seqs"]:
         """Pages in each row's table."""
-        return self.tables.pages_held()
+        return within(Tables.pages_held, self.tables)
 
     def pages_needed(self, num_tokens: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
         """Free pages that `allocate(num_tokens)` takes for each row, those for copy-on-write included."""
-        return pages_needed(self.tables, self.free_list, num_tokens, num_tokens > 0)[0]
+        need = lambda tables, free_list, n: pages_needed(tables, free_list, n, n > 0)[0]
+        return within(need, self.tables, self.free_list, num_tokens)
 
+    @keeps_axes
     @functools.partial(jax.jit, static_argnames="max_tokens", inline=True)  # outside jit its loops would compile at every call
     def allocate(self, num_tokens: Int[Array, " seqs"], *, max_tokens: int | None = None) -> "PagedKVCache":
         """Room for more tokens; `lengths` stay as they are.
@@ -197,6 +201,7 @@ class PagedKVCache:
         """Count tokens as held; room for them must have been allocated."""
         return dataclasses.replace(self, tables=self.tables.advance(num_tokens))
 
+    @keeps_axes
     @functools.partial(jax.jit, inline=True)
     def free(self, rows: ArrayLike) -> "PagedKVCache":
         """Empty rows; pages that no other row names return to the pool.
@@ -226,6 +231,7 @@ class PagedKVCache:
         rows = jnp.atleast_1d(jnp.asarray(rows, jnp.int32))
         return jnp.where(rows < 0, self.max_seqs, rows)
 
+    @keeps_axes
     def fork(self, src: ArrayLike, dst: ArrayLike, *, lengths: ArrayLike | None = None) -> "PagedKVCache":
         """Rows `dst` become copies of rows `src` that share their pages; what `dst` held is freed. No page is copied.
 
@@ -245,6 +251,7 @@ class PagedKVCache:
             held = jnp.minimum(held, held.at[dst].set(cut, mode="drop"))
         return self.assign(rows, source, held)
 
+    @keeps_axes
     def truncate(self, lengths: Int[Array, " seqs"]) -> "PagedKVCache":
         """Forget every row's tokens from `lengths` on (longer than held: nothing); pages without tokens are freed.
 
@@ -254,6 +261,7 @@ class PagedKVCache:
         cache = self.assign(jnp.ones(self.max_seqs, bool), jnp.arange(self.max_seqs, dtype=jnp.int32), keep)
         return cache._with_out_of_pages(self.out_of_pages)
 
+    @keeps_axes
     def assign(self, rows: Array, source: Array, lengths: Array) -> "PagedKVCache":
         """Rows of the mask become the first `lengths` tokens of row `source`, sharing its pages; length 0 frees a row.
 

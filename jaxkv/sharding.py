@@ -17,8 +17,9 @@ axes, `jax.make_mesh`'s default, is taken as the same devices with automatic one
 are so on the way in and out again (`on_automatic_axes`).
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import (
@@ -40,10 +41,7 @@ BY_HEAD = PartitionSpec(None, AXIS)
 WHOLE = PartitionSpec()
 
 
-AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
-
-
-def automatic(mesh: AnyMesh) -> AnyMesh:
+def automatic(mesh: Mesh | AbstractMesh) -> Any:
     """The mesh with automatic axes in place of explicit ones."""
     types = tuple(AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
     return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
@@ -76,6 +74,19 @@ def like(x: Any, given: Any) -> Any:
         return x
     with use_abstract_mesh(mesh):
         return reshard(x, jax.typeof(given).sharding.spec)
+
+
+def keeps_axes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that returns its object changed, whatever the axes of the mesh: every array of it stays divided as it was."""
+
+    @functools.wraps(method)
+    def kept(self: Any, *args: Any, **options: Any) -> Any:
+        if explicit_mesh(self, args, options) is None:
+            return method(self, *args, **options)
+        new = within(lambda self, args, options: method(self, *args, **options), self, args, options)
+        return jax.tree.map(like, new, self)
+
+    return kept
 
 
 def on_automatic_axes(f: Callable[..., Any], batch: Any, *args: Any) -> Any:

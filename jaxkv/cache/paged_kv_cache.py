@@ -27,6 +27,7 @@ from jaxkv.cache.pages import Pages
 from jaxkv.cache.readings import Readings
 from jaxkv.cache.tables import Tables
 from jaxkv.config import CacheConfig, ModelConfig, integer, shown
+from jaxkv.sharding import keeps_axes, within
 from pallas_kernels.varying import while_loop
 
 
@@ -97,8 +98,8 @@ class PagedKVCache(Readings):
             raise ValueError(f"sizes must be a jaxkv.CacheConfig, got {shown(sizes)}")
         if sizes.max_seq_len > config.max_seq_len:
             raise ValueError(f"max_seq_len is {sizes.max_seq_len}, but the model allows {config.max_seq_len} tokens")
-        pages = tuple(Pages.create(config, sizes, mesh) for _ in range(config.num_layers))
-        return cls(pages, Tables.create(sizes), FreeList.create(sizes))
+        pages = lambda: tuple(Pages.create(config, sizes, mesh) for _ in range(config.num_layers))
+        return within(lambda: cls(pages(), Tables.create(sizes), FreeList.create(sizes)))
 
     def with_pages(self, pages: tuple[Pages, ...]) -> "PagedKVCache":
         """The cache with other contents."""
@@ -107,12 +108,13 @@ class PagedKVCache(Readings):
     def pages_held(self) -> Int[Array, " seqs"]:
         """Pages in each row's table."""
         self.alive()
-        return self.tables.pages_held()
+        return within(Tables.pages_held, self.tables)
 
     def pages_needed(self, num_tokens: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
         """Free pages that `allocate(num_tokens)` takes for each row, those for copy-on-write included."""
         self.alive()
-        return pages_needed(self.tables, self.free_list, num_tokens, num_tokens > 0)[0]
+        need = lambda tables, free_list, n: pages_needed(tables, free_list, n, n > 0)[0]
+        return within(need, self.tables, self.free_list, num_tokens)
 
     def allocate(self, num_tokens: Int[Array, " seqs"], *, max_tokens: int | None = None) -> "PagedKVCache":
         """Room for more tokens; `lengths` stay as they are.
@@ -130,6 +132,7 @@ class PagedKVCache(Readings):
         self.alive()
         return self._allocate(num_tokens, max_tokens=None if max_tokens is None else integer("max_tokens", max_tokens, 0))
 
+    @keeps_axes
     @functools.partial(jax.jit, static_argnames="max_tokens", inline=True)  # outside jit its loops would compile at every call
     def _allocate(self, num_tokens: Array, *, max_tokens: int | None) -> "PagedKVCache":
         num_tokens = jnp.asarray(num_tokens, jnp.int32)
@@ -176,6 +179,7 @@ class PagedKVCache(Readings):
         self.alive()
         return self._free(rows)
 
+    @keeps_axes
     @functools.partial(jax.jit, inline=True)
     def _free(self, rows: ArrayLike) -> "PagedKVCache":
         rows, none = self._mask(rows), jnp.zeros_like(self.lengths)
@@ -200,6 +204,7 @@ class PagedKVCache(Readings):
         rows = jnp.atleast_1d(jnp.asarray(rows, jnp.int32))
         return jnp.where(rows < 0, self.max_seqs, rows)
 
+    @keeps_axes
     def fork(self, src: ArrayLike, dst: ArrayLike, *, lengths: ArrayLike | None = None) -> "PagedKVCache":
         """Rows `dst` become copies of rows `src` that share their pages; what `dst` held is freed. No page is copied.
 
@@ -220,6 +225,7 @@ class PagedKVCache(Readings):
             held = jnp.minimum(held, held.at[dst].set(cut, mode="drop"))
         return self.assign(rows, source, held)
 
+    @keeps_axes
     def truncate(self, lengths: Int[Array, " seqs"]) -> "PagedKVCache":
         """Forget every row's tokens from `lengths` on (longer than held: nothing); pages without tokens are freed.
 
@@ -230,6 +236,7 @@ class PagedKVCache(Readings):
         cache = self.assign(jnp.ones(self.max_seqs, bool), jnp.arange(self.max_seqs, dtype=jnp.int32), keep)
         return cache._with_out_of_pages(self.out_of_pages)
 
+    @keeps_axes
     def assign(self, rows: Array, source: Array, lengths: Array) -> "PagedKVCache":
         """Rows of the mask become the first `lengths` tokens of row `source`, sharing its pages; length 0 frees a row.
 

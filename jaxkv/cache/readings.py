@@ -11,6 +11,7 @@ from jaxkv.cache.free_list import FreeList
 from jaxkv.cache.pages import Pages
 from jaxkv.cache.report import Bookkeeping, CacheStats, cache_stats, find_faults
 from jaxkv.cache.tables import Tables
+from jaxkv.sharding import within
 
 
 class Readings:
@@ -63,7 +64,7 @@ class Readings:
     @property
     def num_used(self) -> Int[Array, ""]:
         """Pages in use, i32[]."""
-        return self.num_pages - 1 - self.num_free
+        return within(lambda free: self.num_pages - 1 - free, self.num_free)
 
     @property
     def out_of_pages(self) -> Bool[Array, " seqs"]:

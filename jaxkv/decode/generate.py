@@ -121,9 +121,11 @@ def _stream(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig, turn: int,
     seen = np.zeros(run.requests, np.int32)
     lengths = np.asarray(job.prompt_lengths)
     while True:
-        run = _advance(model, job, run, plan, run.steps + turn)
+        run = _advance(model, job, run, plan, within(lambda steps: steps + turn, run.steps))
+        row_request = np.asarray(run.row_request)
+        live = row_request < run.requests
         if on_turn is not None:
-            on_turn(run.cache.bookkeeping(), np.where(run.live, run.row_request, -1))
+            on_turn(run.cache.bookkeeping(), np.where(live, row_request, -1))
         counts, tokens, logprobs = (np.asarray(x) for x in (run.out_lengths, run.tokens, run.logprobs))
         for request in np.flatnonzero(counts > seen):
             prompt, nth = divmod(int(request), job.num_samples)
@@ -131,8 +133,8 @@ def _stream(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig, turn: int,
                 where = int(lengths[prompt]) + int(i)
                 yield Token(prompt, nth, where, int(tokens[request, i]), float(logprobs[request, i]))
         seen = counts
-        if not np.any(np.asarray(run.live)):
-            return _output(run, job)
+        if not np.any(live):
+            return on_automatic_axes(lambda _, run, job: _output(run, job), job.prompts, run, job)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "sizes"))
@@ -157,8 +159,8 @@ def _start(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
 
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("run",))
-def _advance(model: Decoder, job: Job, run: Run, plan: Plan, until: int) -> Run:
-    return within(lambda model, job, run: advance(model, job, run, plan, until), model, job, run)
+def _advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array) -> Run:
+    return within(lambda model, job, run, until: advance(model, job, run, plan, until), model, job, run, until)
 
 
 def _output(run: Run, job: Job) -> GenerateOutput:

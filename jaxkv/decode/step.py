@@ -21,6 +21,7 @@ from jaxkv.cache.tables import Tables
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.segments import Segment
 from jaxkv.ops.numerics import Numerics
+from jaxkv.sharding import by_rows, like, within
 
 
 @jax.tree_util.register_dataclass
@@ -128,9 +129,15 @@ def step(
       Logits of each row's last new token, f32[seqs, vocab] (of rows without new tokens: unspecified), and the cache. With several
       decode tokens a row, f32[seqs * queries, vocab]: of each of them.
     """
-    cache = cache.advance(inputs.num_tokens())
-    logits, pages = step_logits(model, inputs, cache.tables, cache.pages, Numerics(implementation, deterministic))
-    return logits, cache.with_pages(pages)
+    numerics = Numerics(implementation, deterministic)
+
+    def run(inputs: StepInputs, model: Decoder, cache: PagedKVCache) -> tuple[Array, PagedKVCache]:
+        cache = cache.advance(inputs.num_tokens())
+        logits, pages = step_logits(model, inputs, cache.tables, cache.pages, numerics)
+        return logits, cache.with_pages(pages)
+
+    logits, new = within(run, inputs, model, cache)
+    return by_rows(logits, inputs.decode_count, inputs, model, cache), jax.tree.map(like, new, cache)
 
 
 def step_logits(

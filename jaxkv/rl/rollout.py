@@ -12,6 +12,7 @@ from jaxkv.decode.outputs import GenerateOutput
 from jaxkv.decode.prompts import Prompts, pad_prompts
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.rl.score import score
+from jaxkv.sharding import on_automatic_axes
 
 
 class Sequences(NamedTuple):
@@ -64,9 +65,14 @@ def sequences(
     if not isinstance(out, GenerateOutput):
         raise ValueError(f"out must be what jaxkv.generate returned, got {shown(out)}")
     prompts, lengths = pad_prompts(prompts, prompt_lengths)
-    num_prompts, num_samples, max_new = out.tokens.shape
+    num_prompts = out.tokens.shape[0]
     if prompts.shape[0] != num_prompts:
         raise ValueError(f"there are {prompts.shape[0]} prompts, but the output is of {num_prompts}: pass those of `out`")
+    return on_automatic_axes(_joined, prompts, lengths, out)
+
+
+def _joined(prompts: Array, lengths: Array, out: GenerateOutput) -> Sequences:
+    _, num_samples, max_new = out.tokens.shape
     prompts, lengths = jnp.repeat(prompts, num_samples, axis=0), jnp.repeat(lengths, num_samples)
     position = jnp.arange(prompts.shape[1] + max_new, dtype=jnp.int32)[None, :]
     index = position - lengths[:, None]

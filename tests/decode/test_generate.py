@@ -313,7 +313,7 @@ class TestErrors:
             (
                 jnp.ones((2, 3), jnp.int32),
                 {"prompt_lengths": jnp.asarray([3, 4])},
-                "prompt 1 has length 4, but must have 1 to 3",
+                r"prompt_lengths\[1\] is 4, but must be 1 to 3",
             ),
             ([[1]], {"implementation": "nothing"}, "nothing"),
             ([[1]], {"cache_dtype": "int4"}, "dtype must be one of .* got 'int4'"),

@@ -82,7 +82,8 @@ def with_room(model: Decoder, cache: PagedKVCache | None, lengths: np.ndarray, p
     if cache is None:
         room = min(max(2 * int(lengths.max()), 4 * page_size), model.config.max_seq_len)
         pages = batch * pages_for(room, page_size) + 1
-        return PagedKVCache.create(model.config, num_pages=pages, page_size=page_size, max_seqs=batch, max_seq_len=room)
+        sizes = CacheConfig(num_pages=pages, page_size=page_size, max_seqs=batch, max_seq_len=room)
+        return PagedKVCache.of_sizes(model.config, sizes, model.mesh)
     if cache.max_seqs != batch:
         raise ValueError(f"past_key_values has {cache.max_seqs} rows, but input_ids {batch}")
     longest = int((np.asarray(cache.lengths) + lengths).max())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.config import pages_for
+from jaxkv.config import CacheConfig, pages_for
 from jaxkv.model.decoder import Decoder
 
 

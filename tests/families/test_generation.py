@@ -49,5 +49,5 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path, requ
     prompts, expected = clear_prompts(oracle)
     model, _ = load(tmp_path)
     for page_size in (1, 16, 5) if request.config.getoption("--slow") else (5,):
-        out = generate(model, [p.tolist() for p in prompts], max_new_tokens=NEW_TOKENS, page_size=page_size)
+        out = generate(model, [p.tolist() for p in prompts], max_new_tokens=NEW_TOKENS, page_size=page_size, eos_token_id=())
         assert np.asarray(out.tokens)[:, 0].tolist() == expected, f"page size {page_size}"

@@ -43,7 +43,7 @@ def assert_transformers_greedy_tokens(path: Path) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     model, tokenizer = load(path)
     prompts = [tokenizer(text).input_ids for text in PROMPTS]
-    out = generate(model, prompts, max_new_tokens=NEW_TOKENS)
+    out = generate(model, prompts, max_new_tokens=NEW_TOKENS, eos_token_id=())
     for row, prompt in enumerate(prompts):
         tokens = np.asarray(out.tokens)[row, 0].tolist()
         with torch.no_grad():  # one pass over the whole: each token must be the likeliest after those before it

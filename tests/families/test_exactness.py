@@ -27,7 +27,7 @@ def test_no_bit_between_rollout_and_score(case: str, dtype: str, tmp_path: Path)
     prompts = [tokens(length, seed=length).tolist() for length in LENGTHS]
     out = jaxkv.generate(
         model, prompts, max_new_tokens=NEW_TOKENS, max_seqs=3, page_size=4, prefill_chunk=7, num_pages=10, num_samples=2,
-        sampling=jaxkv.Sampling(1.1), key=jax.random.key(3), deterministic=True,
+        sampling=jaxkv.Sampling(1.1), key=jax.random.key(3), deterministic=True, eos_token_id=(),
     )  # fmt: skip
     assert int(out.stats.preemptions) > 0, "this pool was meant to be too small for its rows"
     rows = jaxkv.sequences(prompts, None, out)

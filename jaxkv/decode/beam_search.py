@@ -68,22 +68,11 @@ class _Search(NamedTuple):
 
 
 def beam_search(
-    model: Decoder,
-    prompts: Prompts,
-    prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None,
-    *,
-    num_beams: int,
-    max_new_tokens: int,
-    length_penalty: float | Array = 1.0,
-    early_stopping: bool | str = False,
-    eos_token_id: Ends = None,
-    num_return_sequences: int = 1,
-    page_size: int = 16,
-    num_pages: int | None = None,
-    prefill_chunk: int | None = None,
-    deterministic: bool = False,
-    implementation: str | None = None,
-) -> BeamSearchOutput:
+    model: Decoder, prompts: Prompts, prompt_lengths: Int[Array | np.ndarray, " num_prompts"] | None = None, *,
+    num_beams: int, max_new_tokens: int, length_penalty: float | Array = 1.0, early_stopping: bool | str = False,
+    eos_token_id: Ends = None, num_return_sequences: int = 1, page_size: int = 16, num_pages: int | None = None,
+    prefill_chunk: int | None = None, deterministic: bool = False, implementation: str | None = None,
+) -> BeamSearchOutput:  # fmt: skip
     """The most probable continuations that a beam search finds, over a paged cache, on the device.
 
     A prompt is computed once and its beams share its pages; where two beams agree they go on sharing them. Works alone and

@@ -30,7 +30,7 @@ SCRIPT = """
     assert half(two.layers[0].attention.qkv[...]) and half(two.layers[0].mlp.down[...])
 
     prompts = decoders.random_prompts(0, [9, 3, 17])
-    for options in ({}, {"deterministic": True}, {"speculative": jaxkv.NGram(2)}):
+    for options in ({"deterministic": True}, {"speculative": jaxkv.NGram(2)}):
         same = [jaxkv.generate(m, prompts, max_new_tokens=6, max_seqs=2, page_size=4, **options).tokens for m in (one, two)]
         np.testing.assert_array_equal(*same)
     out = jaxkv.generate(two, prompts, max_new_tokens=6, deterministic=True)

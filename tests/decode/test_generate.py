@@ -3,7 +3,6 @@
 `test_continuous_batching.py` has many prompts through few rows and small pools.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import decoders
@@ -28,15 +27,6 @@ def real(out: jaxkv.GenerateOutput) -> list[list[list[int]]]:
     assert not np.asarray(out.logprobs)[padding].any()
     assert not np.asarray(out.sampled_logprobs)[padding].any()
     return [[row[:n].tolist() for row, n in zip(rows, ns, strict=True)] for rows, ns in zip(tokens, lengths, strict=True)]
-
-
-def result_of(stream: Iterator[jaxkv.Token]) -> jaxkv.GenerateOutput:
-    """What a stream returns when its tokens have been taken."""
-    while True:
-        try:
-            next(stream)
-        except StopIteration as end:
-            return end.value
 
 
 class TestGreedy:
@@ -90,11 +80,8 @@ class TestGreedy:
         assert want != [[t] for t in plain]
         assert real(jaxkv.generate(model, PROMPTS, max_new_tokens=NEW)) == want
         assert real(jaxkv.generate(model, PROMPTS, max_new_tokens=NEW, eos_token_id=())) == [[t] for t in plain]
-        assert real(result_of(jaxkv.stream(model, PROMPTS, max_new_tokens=NEW))) == want
         naive, made = jaxkv.generate_naive(model, PROMPTS, max_new_tokens=NEW)
         assert [[row[:n]] for row, n in zip(naive.tolist(), made.tolist(), strict=True)] == want
-        beam = jaxkv.beam_search(model, PROMPTS, num_beams=1, max_new_tokens=NEW)
-        assert beam.lengths[:, 0].tolist() == [len(tokens) for (tokens,) in want]
 
     def test_token_limits_per_prompt(self):
         model, limits = decoders.decoder(), [1, 10, 4, 7]

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf_writing import quantize_in_place, write_gguf
 
 from jaxkv.config import Rope
-from jaxkv.model.layers import inverse_frequencies
+from jaxkv.model.rotary import inverse_frequencies
 from jaxkv.weights import load, save
 
 pytestmark = pytest.mark.torch

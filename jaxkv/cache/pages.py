@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jaxkv.config import QUANTIZED_DTYPES, CacheConfig, ModelConfig
 from jaxkv.sharding import pages_sharding
+from pallas_kernels.options import bits_of
 
 
 class Pages(NamedTuple):
@@ -56,5 +57,5 @@ class Pages(NamedTuple):
 def _copied(x: Array, old: Array, new: Array) -> Array:
     """x[old] written over x[new]. Narrow floats travel as integers, because XLA on CPU turns their scatter into one of float32 and
     converts the whole pool there and back."""
-    bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, x.dtype))
+    bits = lax.bitcast_convert_type(x, bits_of(x.dtype))
     return lax.bitcast_convert_type(bits.at[new].set(bits[old]), x.dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import byte_tokenizer, save_model
 
+import jaxkv
 from jaxkv.cli.main import main
 
 
@@ -100,12 +101,18 @@ def test_a_broken_file_is_named(capsys, folder: Path, name: str) -> None:
     assert message in failed(capsys, "generate", "Hi", "--model", folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_folder_where_a_file_should_be(capsys, folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
-    if name != "generation_config.json":
-        failed(capsys, "generate", "Hi", "--model", folder)
+    assert str(folder) in failed(capsys, "generate", "Hi", "--model", folder)
+
+
+def test_a_folder_named_like_the_generation_configuration_is_none(folder: Path) -> None:
+    before = jaxkv.load(folder)[0].config
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").mkdir()
+    assert jaxkv.load(folder)[0].config == before
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ def digest(notebook: nbformat.NotebookNode) -> str:
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
+def asks_for_widgets(output: nbformat.NotebookNode) -> bool:
+    """Whether an output is tqdm's advice to install ipywidgets, which depends on the environment and not on the notebook."""
+    return output.output_type == "stream" and output.name == "stderr" and "TqdmWarning: IProgress not found" in output.text
+
+
 def execute(name: str, *, timeout: int = 600) -> nbformat.NotebookNode:
     """A notebook with its results.
 
@@ -46,6 +51,9 @@ def execute(name: str, *, timeout: int = 600) -> nbformat.NotebookNode:
         notebook, timeout=timeout, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
     )
     client.execute()
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not asks_for_widgets(output)]
     notebook.metadata["results_of"] = digest(notebook)
     return notebook
 

@@ -32,14 +32,15 @@ NOT_YET: dict[str, set[str]] = {
 # Every file or folder of jaxkv, and what it may import besides itself; "jaxkv" is the public package.
 MAY_IMPORT = {
     "config": "",
+    "programs": "",
     "sharding": "config",
     "ops": "config pallas_kernels",
     "cache": "config sharding ops pallas_kernels",
     "families": "config",
     "model": "config sharding ops cache pallas_kernels",
     "weights": "config sharding families model",
-    "decode": "config sharding ops cache model pallas_kernels",
-    "rl": "config sharding ops model decode",
+    "decode": "config programs sharding ops cache model pallas_kernels",
+    "rl": "config programs sharding ops model decode",
     "text": "",
     "viz": "config cache model decode",
     "hf": "config cache model weights decode rl text",

@@ -17,7 +17,7 @@ from pallas_kernels.varying import while_loop
 def rows_due(job: Job, run: Run) -> Array:
     """Whether a row's request is done, or a row is empty while requests wait."""
     ended = run.live & run.done(job, run.row_request)
-    return jnp.any(ended) | (run.waiting & jnp.any(~run.live))
+    return jnp.any(ended) | (run.waiting(job) & jnp.any(~run.live))
 
 
 def admit(job: Job, run: Run) -> Run:
@@ -28,7 +28,8 @@ def admit(job: Job, run: Run) -> Run:
     # The n-th empty row is offered the n-th waiting request: the preempted first, then those never admitted.
     nth = jnp.cumsum(empty, dtype=jnp.int32) - 1
     num_preempted = jnp.sum(run.preempted < none, dtype=jnp.int32)
-    fresh = jnp.minimum(run.next + nth - num_preempted, none)
+    fresh = run.next + nth - num_preempted
+    fresh = jnp.where(fresh < job.real_requests, fresh, none)
     offer = jnp.where(nth < num_preempted, run.preempted.at[nth].get(mode="clip"), fresh)
     offer = jnp.where(empty, offer, none)
     source, shared, blocked = _find_source(job, run, offer, nth, ended)

@@ -20,21 +20,21 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.config import CacheConfig, integer, number, pages_for, shown
+from jaxkv.config import CacheConfig, integer, number, shown
+from jaxkv.decode.beam_job import BeamJob, Search, cache_sizes, on_a_rung
 from jaxkv.decode.beams import Beams, Rules, candidates, select
 from jaxkv.decode.prompts import (
     Ends,
     Prompts,
     end_tokens,
-    longest_sequence,
     numerics_of,
     pad_prompts,
 )
 from jaxkv.decode.run_state import Chunk
+from jaxkv.decode.rungs import cut, shapes_are_the_callers
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
-from jaxkv.ops.numerics import Numerics
 from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import vary_like, while_loop
 
@@ -55,16 +55,6 @@ class BeamSearchOutput(NamedTuple):
     scores: Float[Array, "num_prompts num_return"]
     steps: Int[Array, ""]
     peak_pages: Int[Array, ""]
-
-
-class _Search(NamedTuple):
-    """What is fixed, and static under jit."""
-
-    num_beams: int
-    max_new: int
-    num_return: int
-    chunk: int
-    numerics: Numerics
 
 
 def beam_search(
@@ -107,22 +97,31 @@ def beam_search(
     check_decoder(model)
     prompts, lengths = pad_prompts(prompts, prompt_lengths, model.config.vocab_size)
     eos = end_tokens(model.config, eos_token_id)
-    rules = _rules(length_penalty, early_stopping)
-    width = prompts.shape[1]
-    search = _Search(
+    width, max_new = prompts.shape[1], integer("max_new_tokens", max_new_tokens)
+    rules = _rules(length_penalty, early_stopping, max_new)
+    search = Search(
         integer("num_beams", num_beams),
-        integer("max_new_tokens", max_new_tokens),
+        max_new,
         integer("num_return_sequences", num_return_sequences),
         Chunk.holding(None, width, 1).tokens if prefill_chunk is None else integer("prefill_chunk", prefill_chunk),
         numerics_of(implementation, deterministic),
     )
     _check(search, eos.shape[0], model.config.vocab_size)
     num_pages = None if num_pages is None else integer("num_pages", num_pages, 0)
-    sizes = _cache_sizes(model, lengths, width, search, integer("page_size", page_size), num_pages)
-    return _beam_search(model, prompts, lengths, rules, eos, search, sizes)
+    sizes = cache_sizes(model, lengths, width, search, integer("page_size", page_size), num_pages)
+    job = BeamJob(prompts, lengths, rules, eos, np.asarray(prompts.shape[0], np.int32))
+    if shapes_are_the_callers(job):
+        return _beam_search(model, job, search, sizes)
+    given = (num_pages is not None, prefill_chunk is not None)
+    out = _beam_search(model, *on_a_rung(model, job, search, sizes, given))
+    results = (
+        cut(out.tokens, len(lengths), search.num_return, max_new),
+        *(cut(x, len(lengths), search.num_return) for x in out[1:3]),
+    )
+    return BeamSearchOutput(*results, out.steps, out.peak_pages)
 
 
-def _rules(length_penalty: Any, early_stopping: Any) -> Rules:
+def _rules(length_penalty: Any, early_stopping: Any, max_new: int) -> Rules:
     stop = early_stopping
     if not isinstance(stop, bool | np.bool_) and not (isinstance(stop, str) and stop == "never"):
         raise ValueError(f"early_stopping must be True, False or 'never', got {shown(stop)}")
@@ -132,42 +131,16 @@ def _rules(length_penalty: Any, early_stopping: Any) -> Rules:
         raise ValueError(f"length_penalty must be one number, got shape {list(length_penalty.shape)}")
     patient = isinstance(stop, str)
     eager = not patient and bool(stop)
-    return Rules(jnp.asarray(length_penalty, jnp.float32), jnp.asarray(eager), jnp.asarray(patient))
+    if not isinstance(length_penalty, Tracer):
+        length_penalty = np.asarray(length_penalty, np.float32)
+    return Rules(length_penalty, np.asarray(eager), np.asarray(patient), np.asarray(max_new, np.int32))
 
 
-def _check(search: _Search, num_ends: int, vocab: int) -> None:
+def _check(search: Search, num_ends: int, vocab: int) -> None:
     if search.num_return > search.num_beams:
         raise ValueError(f"num_return_sequences is {search.num_return}, but num_beams is only {search.num_beams}")
     if candidates(1, num_ends) > vocab:
         raise ValueError(f"{num_ends} end tokens leave no other in a vocabulary of {vocab}")
-
-
-def _pages_needed(length: int, search: _Search, page_size: int) -> int:
-    """Pages for one prompt: its full ones, which the beams share, and each beam's own. The last token is never computed."""
-    if search.max_new == 1:
-        return pages_for(length, page_size)
-    shared = length // page_size
-    return shared + search.num_beams * (pages_for(length + search.max_new - 1, page_size) - shared)
-
-
-def _cache_sizes(
-    model: Decoder, lengths: Array, width: int, search: _Search, page_size: int, num_pages: int | None
-) -> CacheConfig:
-    """Sizes of the cache, from the width of `prompts` and not from `lengths`, so that other lengths do not recompile."""
-    longest = longest_sequence(model.config, lengths, width, search.max_new)
-    width = longest - search.max_new
-    traced = isinstance(lengths, Tracer)
-    known = [width] * lengths.shape[0] if traced else np.asarray(lengths).tolist()
-    most = max(_pages_needed(n, search, page_size) for n in range(max(1, width - page_size), width + 1))
-    enough = len(known) * most + 1
-    need = enough if traced else sum(_pages_needed(n, search, page_size) for n in known) + 1
-    if num_pages is not None and num_pages < need:
-        raise ValueError(
-            f"num_pages is {num_pages}, but {search.num_beams} beams of each of {len(known)} prompts of up to {max(known)} "
-            f"tokens and {search.max_new} new ones need {need} pages of {page_size} tokens, the null page included"
-        )
-    rows = len(known) * search.num_beams
-    return CacheConfig(enough if num_pages is None else num_pages, page_size, rows, longest)
 
 
 class _State(NamedTuple):
@@ -179,39 +152,36 @@ class _State(NamedTuple):
     peak_pages: Int[Array, ""]
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
-def _beam_search(
-    model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
-) -> BeamSearchOutput:
-    def run(prompts: Array, model: Decoder, lengths: Array, rules: Rules, eos: Array) -> BeamSearchOutput:
-        state = _run(model, prompts, lengths, rules, eos, search, sizes)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _beam_search(model: Decoder, job: BeamJob, search: Search, sizes: CacheConfig) -> BeamSearchOutput:
+    def run(_: Array, model: Decoder, job: BeamJob) -> BeamSearchOutput:
+        state = _run(model, job, search, sizes)
         beams = state.beams
         results = (x[:, : search.num_return] for x in (beams.done_tokens, beams.done_lengths, beams.done_scores))
         return BeamSearchOutput(*results, state.steps, state.peak_pages)  # pyright: ignore[reportCallIssue]
 
-    return on_automatic_axes(run, prompts, model, lengths, rules, eos)
+    return on_automatic_axes(run, job.prompts, model, job)
 
 
-def _run(
-    model: Decoder, prompts: Array, lengths: Array, rules: Rules, eos: Array, search: _Search, sizes: CacheConfig
-) -> _State:
-    num_prompts, num_beams = prompts.shape[0], search.num_beams
-    given = (model, prompts, lengths, rules, eos)
+def _run(model: Decoder, job: BeamJob, search: Search, sizes: CacheConfig) -> _State:
+    num_prompts, num_beams, eos = job.prompts.shape[0], search.num_beams, job.eos
+    given = (model, job)
     cache = vary_like(PagedKVCache.of_sizes(model.config, sizes, model.mesh), given)
-    logits, cache = _prefill(model, cache, prompts, lengths, search)
+    logits, cache = _prefill(model, cache, job, search)
     first = jnp.repeat(jnp.arange(num_prompts, dtype=jnp.int32) * num_beams, num_beams)
     cache = cache.fork(first, jnp.arange(cache.max_seqs, dtype=jnp.int32))
-    beams = vary_like(Beams.start(num_prompts, num_beams, search.max_new, rules), given)
+    real = jnp.arange(num_prompts, dtype=jnp.int32) < job.num_real
+    beams = vary_like(Beams.start(real, num_beams, search.max_new, job.rules), given)
     state = _State(cache, beams, jnp.zeros((), jnp.int32), cache.num_used)
     state = _select(state, jnp.repeat(logits, num_beams, axis=0), eos, search)
     return while_loop(lambda s: ~jnp.all(s.beams.over()), lambda s: _turn(model, s, eos, search), state)
 
 
 def _prefill(
-    model: Decoder, cache: PagedKVCache, prompts: Array, lengths: Array, search: _Search
+    model: Decoder, cache: PagedKVCache, job: BeamJob, search: Search
 ) -> tuple[Float[Array, "num_prompts vocab"], PagedKVCache]:
     """Every prompt once, into the first row of its beams, one chunk of one prompt at a time; logits of their last tokens."""
-    num_prompts, config = prompts.shape[0], model.config
+    (prompts, lengths, *_), config = job, model.config
 
     def chunk(state: tuple[PagedKVCache, Array, Array]) -> tuple[PagedKVCache, Array, Array]:
         cache, last, prompt = state
@@ -226,13 +196,13 @@ def _prefill(
         last = last.at[prompt].set(hidden[count - 1])
         return cache.with_pages(pages), last, prompt + (begin + count == lengths[prompt]).astype(jnp.int32)
 
-    last = jnp.zeros((num_prompts, config.hidden_size), config.dtype)
+    last = jnp.zeros((prompts.shape[0], config.hidden_size), config.dtype)
     state = (cache, last, jnp.zeros((), jnp.int32))
-    cache, last, _ = while_loop(lambda s: s[2] < num_prompts, chunk, state)
+    cache, last, _ = while_loop(lambda s: s[2] < job.num_real, chunk, state)
     return model.logits(last, search.numerics), cache
 
 
-def _turn(model: Decoder, state: _State, eos: Array, search: _Search) -> _State:
+def _turn(model: Decoder, state: _State, eos: Array, search: Search) -> _State:
     """Each beam's last token through the model, and a choice of the next; rows of prompts that are over take no part."""
     beams = state.beams
     last = beams.tokens[:, :, beams.count - 1].reshape(-1)
@@ -244,7 +214,7 @@ def _turn(model: Decoder, state: _State, eos: Array, search: _Search) -> _State:
     return _select(state, logits, eos, search)
 
 
-def _select(state: _State, logits: Float[Array, "rows vocab"], eos: Array, search: _Search) -> _State:
+def _select(state: _State, logits: Float[Array, "rows vocab"], eos: Array, search: Search) -> _State:
     """Choose among the beams' continuations, and give each row the pages of the beam that it continues."""
     cache, (num_prompts, num_beams) = state.cache, state.beams.scores.shape
     with jax.named_scope("select_beams"):

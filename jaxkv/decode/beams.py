@@ -22,6 +22,7 @@ class Rules(NamedTuple):
     penalty: Float[Array, ""]
     eager: Bool[Array, ""]
     patient: Bool[Array, ""]
+    limit: Int[Array, ""]
 
 
 class Beams(NamedTuple):
@@ -34,7 +35,8 @@ class Beams(NamedTuple):
       count: tokens generated per beam.
       penalty: finished sequences are scored by the sum over (generated tokens) ** penalty.
       eager: a prompt is over as soon as it has as many finished sequences as beams.
-      patient: it is not over while a beam could improve by growing up to max_new.
+      patient: it is not over while a beam could improve by growing up to the limit.
+      limit: tokens to generate, at most max_new.
     """
 
     tokens: Int[Array, "num_prompts num_beams max_new"]
@@ -47,15 +49,18 @@ class Beams(NamedTuple):
     penalty: Float[Array, ""]
     eager: Bool[Array, ""]
     patient: Bool[Array, ""]
+    limit: Int[Array, ""]
 
     @classmethod
-    def start(cls, num_prompts: int, num_beams: int, max_new: int, rules: "Rules") -> "Beams":
-        """Nothing generated. Only the first beam counts: the others are the same, and would be chosen again and again."""
+    def start(cls, real: Bool[Array, " num_prompts"], num_beams: int, max_new: int, rules: "Rules") -> "Beams":
+        """Nothing generated. Only the first beam counts: the others are the same, and would be chosen again and again. Prompts that
+        are not real are over."""
+        num_prompts = real.shape[0]
         shape = (num_prompts, num_beams)
         dead = jnp.full(shape, DEAD, jnp.float32)
         scores = dead.at[:, 0].set(0.0)
         tokens, none = jnp.full((*shape, max_new), -1, jnp.int32), jnp.zeros((), jnp.int32)
-        return cls(tokens, scores, tokens, jnp.zeros(shape, jnp.int32), dead, jnp.ones(num_prompts, bool), none, *rules)
+        return cls(tokens, scores, tokens, jnp.zeros(shape, jnp.int32), dead, real, none, *rules)
 
     def full(self) -> Bool[Array, " num_prompts"]:
         """As many finished sequences as beams."""
@@ -63,7 +68,7 @@ class Beams(NamedTuple):
 
     def over(self) -> Bool[Array, " num_prompts"]:
         """Nothing that follows can change the result."""
-        return ~self.improvable | (self.count >= self.tokens.shape[2]) | (self.full() & self.eager)
+        return ~self.improvable | (self.count >= self.limit) | (self.full() & self.eager)
 
 
 def candidates(num_beams: int, num_ends: int) -> int:
@@ -90,7 +95,7 @@ def select(
     parent, token = index // vocab, index % vocab
     tokens = _take(beams.tokens, parent).at[:, :, beams.count].set(token)
     count = beams.count + 1
-    ends = jnp.any(token[:, :, None] == eos[None, None, :], axis=-1) | (count >= tokens.shape[2])
+    ends = jnp.any(token[:, :, None] == eos[None, None, :], axis=-1) | (count >= beams.limit)
     frozen = beams.over()
     beams = _finish(beams._replace(count=count), tokens, best, ends & ~frozen[:, None])
     scores, order = lax.top_k(best + jnp.where(ends, DEAD, 0.0), num_beams)
@@ -115,7 +120,7 @@ def _finish(beams: Beams, tokens: Array, sums: Array, ends: Array) -> Beams:
 
 def _can_improve(beams: Beams) -> Bool[Array, " num_prompts"]:
     """The best beam could still beat the worst finished sequence, or there are fewer of these than beams."""
-    longest = jnp.where(beams.patient & (beams.penalty > 0), beams.tokens.shape[2], beams.count)
+    longest = jnp.where(beams.patient & (beams.penalty > 0), beams.limit, beams.count)
     length = longest.astype(jnp.float32)
     reachable = beams.scores[:, 0] / length**beams.penalty
     return reachable > jnp.where(beams.full(), jnp.min(beams.done_scores, axis=1), DEAD)

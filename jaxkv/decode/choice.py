@@ -41,7 +41,7 @@ def choose(job: Job, plan: Plan, logits: Array, request: Array, position: Array)
     deterministic = plan.numerics.deterministic
     with jax.named_scope("sample"):
         if plan.sampled:
-            keys = token_keys(job.keys[prompt], nth, position)
+            keys = token_keys(job.keys_of(prompt), nth, position)
         token, sampled_logprob = sample(logits, job.sampling.at(prompt), keys, deterministic=deterministic)
         logprob = token_logprobs(logits, token, deterministic=deterministic)
     ends = jnp.any(token[:, None] == job.eos[None, :], axis=1)

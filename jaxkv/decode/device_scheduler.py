@@ -62,7 +62,7 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
         r = when(rows_due(job, r), lambda r: admit(job, r), r)
         return steps(Chunk(), steps(plan.chunk, (r, jnp.ones((), bool))))[0]
 
-    return while_loop(lambda r: (jnp.any(r.live) | r.waiting) & in_time(r), turns, run)
+    return while_loop(lambda r: (jnp.any(r.live) | r.waiting(job)) & in_time(r), turns, run)
 
 
 def _to_prefill(missing: Int[Array, " seqs"]) -> Int[Array, " seqs"]:

@@ -11,10 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache, check_cache
 from jaxkv.decode.prompts import check_flags, numerics_of
+from jaxkv.decode.rungs import cut, pad, shapes_are_the_callers
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
 from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_counts, read_rectangle
 from jaxkv.ops.numerics import Numerics
+from jaxkv.programs import ladder
 from jaxkv.sharding import by_rows, like, within
 from pallas_kernels.varying import vary_like
 
@@ -64,12 +66,24 @@ def extend(
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[:4])):
         return _extend(*arguments)
     _check_room(cache, np.asarray(count), model.config.max_seq_len)
-    return _extend_jit(*arguments)
+    if shapes_are_the_callers(ids, count, cache.lengths):
+        return _extend_jit(*arguments)
+    width = ids.shape[1]
+    padded = pad(as_int32(ids), cache.max_seqs, ladder.computed(width))
+    logits, cache = _extend_jit(model, cache, padded, *arguments[3:])
+    return (cut(logits, cache.max_seqs, width) if all_logits and padded.shape[1] > width else logits), cache
+
+
+@jax.jit
+def _room(cache: PagedKVCache, num_tokens: Array) -> tuple[Array, Array, Array]:
+    """Tokens held, and pages needed and free: in one program, whatever the numbers."""
+    return cache.lengths, jnp.sum(cache.pages_needed(num_tokens), dtype=jnp.int32), cache.num_free
 
 
 def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> None:
     room = cache.pages_per_seq * cache.page_size
-    lengths, most = np.asarray(cache.lengths), min(room, allowed)
+    lengths, need, free = map(np.asarray, _room(cache, num_tokens.astype(np.int32)))
+    most = min(room, allowed)
     long = np.flatnonzero((num_tokens > 0) & (lengths + num_tokens > most))
     if long.size:
         row = long[0]
@@ -80,11 +94,10 @@ def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> No
     stuck = np.flatnonzero((num_tokens > 0) & np.asarray(cache.out_of_pages))
     if stuck.size:
         raise ValueError(f"rows {stuck.tolist()} ran out of pages earlier and have a gap: free them before extending them")
-    need = int(np.asarray(cache.pages_needed(jnp.asarray(num_tokens, jnp.int32))).sum())
-    if need > int(cache.num_free):
+    if need > free:
         raise ValueError(
-            f"out of pages: the new tokens need {need} pages and {int(cache.num_free)} of {cache.num_pages - 1} are free; free rows, "
-            f"or create the cache with num_pages >= {cache.num_pages + need - int(cache.num_free)}"
+            f"out of pages: the new tokens need {need} pages and {free} of {cache.num_pages - 1} are free; free rows, "
+            f"or create the cache with num_pages >= {cache.num_pages + int(need) - int(free)}"
         )
 
 

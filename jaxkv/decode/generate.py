@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.cache.report import Bookkeeping
 from jaxkv.config import CacheConfig, integer, shown
 from jaxkv.decode.device_scheduler import advance
-from jaxkv.decode.options import GenerateOptions, prepare
+from jaxkv.decode.options import GenerateOptions, Prepared, prepare
 from jaxkv.decode.outputs import GenerateOutput, GenerateStats, Token
 from jaxkv.decode.prompts import Ends, Prompts
 from jaxkv.decode.run_state import Job, Plan, Run, start
+from jaxkv.decode.rungs import Asked, cut
 from jaxkv.decode.sampling import Sampling
 from jaxkv.decode.speculative import Draft, NGram, with_draft_pages
 from jaxkv.model.decoder import Decoder
@@ -80,8 +82,14 @@ def generate(
         cache_dtype=cache_dtype, deterministic=deterministic, implementation=implementation, on_token=on_token,
         speculative=speculative,
     )  # fmt: skip
-    job, plan, sizes = prepare(model, prompts, prompt_lengths, options)
-    return _generate(model, job, plan, sizes)
+    job, plan, sizes, asked = prepare(model, prompts, prompt_lengths, options)
+    if asked is None or any(
+        isinstance(x, Tracer) for x in jax.tree.leaves((model, job))
+    ):  # the latter: grad or vmap without jit
+        out = _generate(model, job, plan, sizes)
+        return out if asked is None else _cut_traced(out, asked)
+    run = _advance(model, job, _start(model, job, plan, sizes), plan, NEVER)
+    return _cut_output(run, job, asked)
 
 
 def stream(
@@ -110,18 +118,23 @@ def stream(
     asked = GenerateOptions.of("stream", options)
     if asked.on_token is not None:
         raise TypeError("stream() takes no on_token: it yields the tokens")
-    job, plan, sizes = prepare(model, prompts, prompt_lengths, asked)
+    todo = prepare(model, prompts, prompt_lengths, asked)
     if on_turn is not None and not callable(on_turn):
         raise ValueError(f"on_turn must be a function of (bookkeeping, requests), got {shown(on_turn)}")
-    return _stream(model, job, plan, sizes, integer("steps_per_turn", steps_per_turn), on_turn)
+    return _stream(model, todo, integer("steps_per_turn", steps_per_turn), on_turn)
 
 
-def _stream(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig, turn: int, on_turn: Callable | None) -> Iterator[Token]:
+NEVER = np.int32(2**31 - 1)
+"""As many steps as no run takes."""
+
+
+def _stream(model: Decoder, todo: Prepared, turn: int, on_turn: Callable | None) -> Iterator[Token]:
+    job, plan, sizes, asked = todo
     run = _start(model, job, plan, sizes)
     seen = np.zeros(run.requests, np.int32)
     lengths = np.asarray(job.prompt_lengths)
     while True:
-        run = _advance(model, job, run, plan, within(lambda steps: steps + turn, run.steps))
+        run = _advance(model, job, run, plan, np.int32(turn))
         row_request = np.asarray(run.row_request)
         live = row_request < run.requests
         if on_turn is not None:
@@ -134,6 +147,8 @@ def _stream(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig, turn: int,
                 yield Token(prompt, nth, where, int(tokens[request, i]), float(logprobs[request, i]))
         seen = counts
         if not np.any(live):
+            if asked is not None:
+                return _cut_output(run, job, asked)
             return on_automatic_axes(lambda _, run, job: _output(run, job), job.prompts, run, job)
 
 
@@ -159,15 +174,47 @@ def _start(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
 
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("run",))
-def _advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array) -> Run:
-    return within(lambda model, job, run, until: advance(model, job, run, plan, until), model, job, run, until)
+def _advance(model: Decoder, job: Job, run: Run, plan: Plan, turn: Array) -> Run:
+    """At most `turn` steps more."""
+    return within(lambda model, job, run: advance(model, job, run, plan, _later(run.steps, turn)), model, job, run)
+
+
+def _later(steps: Array, turn: Array) -> Array:
+    return jnp.minimum(steps, NEVER - turn) + turn
+
+
+def _cut_traced(out: GenerateOutput, asked: Asked) -> GenerateOutput:
+    """A traced output without what a rung's size has added."""
+    tokens, logprobs, sampled = (
+        x[: asked.num_prompts, :, : asked.max_new] for x in (out.tokens, out.logprobs, out.sampled_logprobs)
+    )
+    lengths, finished = (x[: asked.num_prompts] for x in (out.lengths, out.finished))
+    return GenerateOutput(tokens, lengths, logprobs, sampled, finished, out.stats)
+
+
+def _cut_output(run: Run, job: Job, asked: Asked) -> GenerateOutput:
+    """`_output` without what a rung's size has added."""
+    requests = asked.num_prompts * job.num_samples
+    several = (
+        cut(x, requests, asked.max_new, groups=job.num_samples) for x in (run.tokens, run.logprobs, run.sampled_logprobs)
+    )
+    tokens, logprobs, sampled = several
+    lengths, finished = (cut(x, requests, groups=job.num_samples) for x in (run.out_lengths, run.finished))
+    return GenerateOutput(tokens, lengths, logprobs, sampled, finished, _stats(run))
 
 
 def _output(run: Run, job: Job) -> GenerateOutput:
     def grouped(x: Array) -> Array:
         return x.reshape(-1, job.num_samples, *x.shape[1:])
 
-    waste = run.empty_slots / jnp.maximum(run.held_slots, 1.0)
-    stats = GenerateStats(run.steps, run.preemptions, run.peak_pages, waste, run.nonfinite)
     results = (run.tokens, run.out_lengths, run.logprobs, run.sampled_logprobs, run.finished)
-    return GenerateOutput(*map(grouped, results), stats)  # pyright: ignore[reportCallIssue]
+    return GenerateOutput(*map(grouped, results), _stats(run))  # pyright: ignore[reportCallIssue]
+
+
+def _stats(run: Run) -> GenerateStats:
+    """Counters of a run; known ones are taken as NumPy's numbers, whose quotient compiles nothing."""
+    if isinstance(run.held_slots, Tracer):
+        waste = run.empty_slots / jnp.maximum(run.held_slots, 1.0)
+    else:
+        waste = jax.device_put(np.asarray(run.empty_slots) / np.maximum(np.asarray(run.held_slots), np.float32(1.0)))
+    return GenerateStats(run.steps, run.preemptions, run.peak_pages, waste, run.nonfinite)

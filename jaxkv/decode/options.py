@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -16,16 +16,14 @@ from jaxkv.decode.prompts import (
     longest_sequence,
     numerics_of,
     pad_prompts,
-    prompt_keys,
+    read_keys,
     token_limits,
 )
 from jaxkv.decode.run_state import Chunk, Job, Plan
+from jaxkv.decode.rungs import MAX_SEQS, Asked, on_a_rung, shapes_are_the_callers
 from jaxkv.decode.sampling import Sampling, as_sampling
 from jaxkv.decode.speculative import Draft, NGram, speculate
 from jaxkv.model.decoder import check_decoder
-
-MAX_SEQS = 64
-"""Rows of the batch unless `max_seqs` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +76,23 @@ class GenerateOptions:
         return cls(**options)
 
 
-def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) -> tuple[Job, Plan, CacheConfig]:
-    """Check all arguments, and sort them into traced and static ones.
+class Prepared(NamedTuple):
+    """What there is to do.
+
+    Attributes:
+      job: what was asked for, as arrays.
+      plan, sizes: what is static under jit.
+      asked: what results are cut back to where the shapes are those of a rung; None where they are the caller's.
+    """
+
+    job: Job
+    plan: Plan
+    sizes: CacheConfig
+    asked: Asked | None
+
+
+def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) -> Prepared:
+    """Check all arguments, sort them into traced and static ones and, outside a caller's jit, bring them to a rung of the ladder.
 
     Raises:
       ValueError: as `generate`.
@@ -99,13 +112,17 @@ def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) ->
         prompts=prompts,
         prompt_lengths=lengths,
         limits=token_limits(o.token_limits, num_prompts, o.max_new_tokens),
-        keys=prompt_keys(o.key, num_prompts, greedy=greedy),
+        keys=read_keys(o.key, num_prompts, greedy=greedy),
         sampling=sampling.per_row(num_prompts),
         eos=end_tokens(config, o.eos_token_id),
+        num_real=np.asarray(num_prompts, np.int32),
         num_samples=o.num_samples,
     )
     chunk = Chunk.holding(o.prefill_chunk, width, max_seqs)
     plan = Plan(o.max_new_tokens, chunk, not greedy, numerics_of(o.implementation, o.deterministic), o.on_token)
     if o.speculative is not None:
         job, plan = speculate(o.speculative, model, longest, job, plan)
-    return job, plan, CacheConfig(num_pages, o.page_size, max_seqs, longest, o.cache_dtype)
+    sizes = CacheConfig(num_pages, o.page_size, max_seqs, longest, o.cache_dtype)
+    if shapes_are_the_callers(dataclasses.replace(job, draft=None)):
+        return Prepared(job, plan, sizes, None)
+    return Prepared(*on_a_rung(config, job, plan, sizes, o), Asked(num_prompts, o.max_new_tokens))

@@ -24,7 +24,7 @@ Ends = int | Sequence[int] | Array | None
 
 def pad_prompts(
     prompts: Any, lengths: Any = None, vocab_size: int = IDS
-) -> tuple[Int[Array, "num_prompts width"], Int[Array, " num_prompts"]]:
+) -> tuple[Int[Array | np.ndarray, "num_prompts width"], Int[Array | np.ndarray, " num_prompts"]]:
     """Prompts as an array and their lengths; lists of ids are padded on the right with 0. See `read_tokens` for what is refused."""
     return read_tokens(prompts, lengths, vocab_size=vocab_size)
 
@@ -48,12 +48,12 @@ def numerics_of(implementation: Any, deterministic: Any) -> Numerics:
     return Numerics(implementation, bool(deterministic))
 
 
-def longest_known(lengths: Int[Array, " num_prompts"], width: int) -> int:
+def longest_known(lengths: Int[Array | np.ndarray, " num_prompts"], width: int) -> int:
     """Tokens of the longest prompt, or of the array's width where lengths are traced."""
     return width if isinstance(lengths, Tracer) else int(np.max(np.asarray(lengths)))
 
 
-def longest_sequence(config: ModelConfig, lengths: Int[Array, " num_prompts"], width: int, max_new: int) -> int:
+def longest_sequence(config: ModelConfig, lengths: Int[Array | np.ndarray, " num_prompts"], width: int, max_new: int) -> int:
     """Tokens that a sequence may get to; from the width, so that other lengths do not recompile.
 
     Raises:
@@ -68,14 +68,16 @@ def longest_sequence(config: ModelConfig, lengths: Int[Array, " num_prompts"], w
     return min(width + max_new, allowed)
 
 
-def token_limits(limits: Any, num_prompts: int, max_new: int) -> Int[Array, " num_prompts"]:
+def token_limits(limits: Any, num_prompts: int, max_new: int) -> Int[Array | np.ndarray, " num_prompts"]:
     """Tokens to generate for each prompt, `max_new` unless limits are given.
 
     Raises:
       ValueError: their number is wrong, or one is not 1 to `max_new`.
     """
     counts = read_counts("token_limits", limits, num_prompts, 1, max_new, rule="max_new_tokens = ")
-    return jnp.full(num_prompts, max_new, jnp.int32) if counts is None else jnp.clip(counts, 1, max_new)
+    if counts is None:
+        return np.full(num_prompts, max_new, np.int32)
+    return jnp.clip(counts, 1, max_new) if isinstance(counts, Tracer) else counts
 
 
 def check_pool(num_pages: int, page_size: int, longest: int, what: str) -> None:
@@ -88,20 +90,25 @@ def check_pool(num_pages: int, page_size: int, longest: int, what: str) -> None:
         )
 
 
-def prompt_keys(key: Any, num_prompts: int, *, greedy: bool) -> Key[Array, " num_prompts"]:
-    """One key per prompt: `fold_in(key, i)` out of one key, or keys as they are given; some key where none is needed.
+def read_keys(key: Any, num_prompts: int, *, greedy: bool) -> Key[Array, "*num_prompts"] | None:
+    """One key for all prompts or one for each, as given; None where none is needed. See `keys_of`.
 
     Raises:
       ValueError: there is none and it is needed, it is no key, or their number is wrong.
     """
     if key is None and not greedy:
         raise ValueError("sampling needs a key: pass key=jax.random.key(seed)")
-    keys = jax.random.key(0) if key is None else _as_keys(key)
-    if keys.ndim == 0:
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, jnp.arange(num_prompts, dtype=jnp.int32))
-    if keys.shape != (num_prompts,):
+    keys = None if key is None else _as_keys(key)
+    if keys is not None and keys.shape not in ((), (num_prompts,)):
         raise ValueError(f"key must be one key or one per prompt ({num_prompts}), got shape {list(keys.shape)}")
-    return keys
+    return None if greedy else keys
+
+
+def keys_of(keys: Key[Array, "*num_prompts"], prompt: Int[Array, " rows"]) -> Key[Array, " rows"]:
+    """The key of each of these prompts: `fold_in(keys, i)` out of one key, or the i-th."""
+    if keys.ndim:
+        return keys[prompt]
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, prompt)
 
 
 def _as_keys(key: Any) -> Key[Array, "..."]:
@@ -123,6 +130,6 @@ def token_keys(keys: Key[Array, " rows"], sample: Int[Array, " rows"], position:
     return jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(keys, sample, position)
 
 
-def end_tokens(config: ModelConfig, ends: Any) -> Int[Array, " ends"]:
+def end_tokens(config: ModelConfig, ends: Any) -> Int[Array | np.ndarray, " ends"]:
     """End tokens as i32[n]: the model's own for None; n is 0 for (). See `read_ends` for what is refused."""
     return read_ends(ends, config.eos_token_ids, config.vocab_size)

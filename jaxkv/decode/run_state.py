@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
+from jaxkv.decode.prompts import keys_of
 from jaxkv.decode.sampling import Sampling
 from jaxkv.model.decoder import Decoder
 from jaxkv.ops.numerics import Numerics
@@ -76,30 +78,42 @@ class Job:
     Attributes:
       prompts, prompt_lengths: token ids, each row's first `prompt_lengths` are real.
       limits: tokens to generate at most.
-      keys: source of randomness.
+      keys: source of randomness, of which prompt i gets `fold_in(keys, i)` where it is one key; None where nothing is sampled.
       sampling: with arrays.
-      eos: i32[n], ids that end a sequence; n may be 0.
+      eos: i32[n], ids that end a sequence; n may be 0. Negative ones are padding.
+      num_real: i32[], how many prompts there are; those behind them are padding, and are never admitted.
       draft: a second model that guesses tokens, for `Plan.speculation`; its pages stand behind the model's in the cache.
       num_samples: requests per prompt.
     """
 
-    prompts: Int[Array, "num_prompts width"]
-    prompt_lengths: Int[Array, " num_prompts"]
-    limits: Int[Array, " num_prompts"]
-    keys: Key[Array, " num_prompts"]
+    prompts: Int[Array | np.ndarray, "num_prompts width"]
+    prompt_lengths: Int[Array | np.ndarray, " num_prompts"]
+    limits: Int[Array | np.ndarray, " num_prompts"]
+    keys: Key[Array, "*num_prompts"] | None
     sampling: Sampling
-    eos: Int[Array, " ends"]
+    eos: Int[Array | np.ndarray, " ends"]
+    num_real: Int[Array | np.ndarray, ""]
     draft: Decoder | None = None
     num_samples: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def num_requests(self) -> int:
-        """Samples of all prompts."""
+        """Samples of all prompts, padding included."""
         return self.prompts.shape[0] * self.num_samples
+
+    @property
+    def real_requests(self) -> Int[Array, ""]:
+        """Samples of the prompts that are no padding."""
+        return self.num_real * self.num_samples
 
     def prompt_of(self, request: Array) -> Array:
         """The prompt of each request."""
         return request // self.num_samples
+
+    def keys_of(self, prompt: Int[Array, " rows"]) -> Key[Array, " rows"]:
+        """The key of each of these prompts."""
+        assert self.keys is not None
+        return keys_of(self.keys, prompt)
 
 
 @jax.tree_util.register_dataclass
@@ -148,10 +162,9 @@ class Run:
         """bool[seqs], rows with a request."""
         return self.row_request < self.requests
 
-    @property
-    def waiting(self) -> Array:
+    def waiting(self, job: Job) -> Array:
         """bool[], whether a request is in no row and not done."""
-        return (self.next < self.requests) | (self.preempted[0] < self.requests)
+        return (self.next < job.real_requests) | (self.preempted[0] < self.requests)
 
     def known(self, job: Job, request: Array) -> Array:
         """Tokens known of each request: its prompt and what it has generated; 0 for none."""

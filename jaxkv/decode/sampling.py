@@ -70,13 +70,16 @@ class Sampling:
         for field in _RULES:
             given = getattr(self, field)
             given = _OFF[field] if given is None else given
+            dtype, of = np.int32 if field == "top_k" else np.float32, np  # NumPy's functions compile nothing
+            if isinstance(given, Tracer) or (isinstance(given, jax.Array) and len(given.devices()) > 1):
+                of = jnp
             if not isinstance(given, Tracer):
                 known = _check(field, given)
-                given = given if isinstance(given, jax.Array) else known
-            x = jnp.asarray(given).astype(jnp.int32 if field == "top_k" else jnp.float32)
+                given = given if of is jnp else known
+            x = of.asarray(given).astype(dtype)
             if x.ndim > 1 or (x.ndim == 1 and x.shape[0] != rows):
                 raise ValueError(f"{field} must be one value or one per prompt ({rows}), got shape {x.shape}")
-            values[field] = jnp.broadcast_to(x, (rows,))
+            values[field] = of.broadcast_to(x, (rows,))
         return Sampling(**values)
 
     def at(self, rows: Int[Array, " rows"]) -> "Sampling":

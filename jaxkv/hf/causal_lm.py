@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.config import ModelConfig
@@ -149,9 +150,13 @@ class CausalLM:
             logits, past = self.decoder(np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, 0)), None
         else:
             past = with_room(self.decoder, past_key_values, lengths, page_size)
-            logits, past = extend(self.decoder, past, jnp.asarray(ids), jnp.asarray(lengths), all_logits=True)
-        placed = jnp.take_along_axis(logits, jnp.asarray(np.maximum(source, 0))[:, :, None], axis=1)
-        return CausalLMOutput(jnp.where(jnp.asarray(source >= 0)[:, :, None], placed, 0.0), past)
+            logits, past = extend(self.decoder, past, ids, lengths, all_logits=True)
+        of, known = (
+            (jnp, logits) if isinstance(logits, Tracer) else (np, np.asarray(logits))
+        )  # jax would compile for each shape
+        placed = of.take_along_axis(known, np.maximum(source, 0)[:, :, None], axis=1)
+        placed = of.where((source >= 0)[:, :, None], placed, np.float32(0.0))
+        return CausalLMOutput(placed if isinstance(placed, Tracer) else jax.device_put(placed), past)
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
         """`jaxkv.save` with the sampling defaults the model was loaded with.

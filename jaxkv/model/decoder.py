@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
         return on_automatic_axes(_whole_sequences, as_int32(ids), self)
 
 
-def _whole_sequences(tokens: Array, model: Decoder) -> Array:
+def _whole_sequences(tokens: Array | np.ndarray, model: Decoder) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, mesh=model.mesh))

@@ -36,7 +36,7 @@ PROMPTS, ROWS = Names(), Names("tokens", "lengths", "row")
 
 def read_tokens(
     given: Any, lengths: Any = None, *, vocab_size: int = IDS, names: Names = PROMPTS
-) -> tuple[Int[Array, "rows width"], Int[Array, " rows"]]:
+) -> tuple[Int[Array | np.ndarray, "rows width"], Int[Array | np.ndarray, " rows"]]:
     """Token ids and lengths; lists of different lengths are padded on the right with 0.
 
     Args:
@@ -53,7 +53,7 @@ def read_tokens(
         raise ValueError(f"{names.lengths} goes with an array of {names.tokens}; lists have lengths of their own")
     counts = read_counts(names.lengths, own if lengths is None else lengths, tokens.shape[0], 1, tokens.shape[1])
     check_tokens(tokens, counts, vocab_size, names.tokens)
-    return as_int32(tokens), counts if counts is not None else jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    return as_int32(tokens), counts if counts is not None else np.full(tokens.shape[0], tokens.shape[1], np.int32)
 
 
 def read_rectangle(given: Any, names: Names = ROWS) -> Array | np.ndarray:
@@ -69,9 +69,11 @@ def read_rectangle(given: Any, names: Names = ROWS) -> Array | np.ndarray:
     return tokens
 
 
-def as_int32(values: Array | np.ndarray) -> Int[Array, "..."]:
-    """Checked values as int32."""
-    return values.astype(jnp.int32) if isinstance(values, jax.Array) else jnp.asarray(values.astype(np.int32))
+def as_int32(values: Array | np.ndarray) -> Int[Array | np.ndarray, "..."]:
+    """Checked values as int32: as NumPy's where they are known and on one device, since jax would compile a cast for every shape."""
+    if isinstance(values, Tracer) or (isinstance(values, jax.Array) and len(values.devices()) > 1):
+        return values.astype(jnp.int32)
+    return np.asarray(values).astype(np.int32)
 
 
 def _as_array(given: Any, names: Names) -> tuple[Array | np.ndarray, np.ndarray | None]:
@@ -149,7 +151,9 @@ def _integers(name: str, given: Any, what: str) -> Array | np.ndarray:
     return array
 
 
-def read_counts(name: str, given: Any, rows: int, least: int, most: int, *, rule: str = "") -> Int[Array, " rows"] | None:
+def read_counts(
+    name: str, given: Any, rows: int, least: int, most: int, *, rule: str = ""
+) -> Int[Array | np.ndarray, " rows"] | None:
     """A count for each row as i32[rows], each of them `least` to `most` where they are known; None stays None.
 
     Raises:
@@ -168,7 +172,7 @@ def read_counts(name: str, given: Any, rows: int, least: int, most: int, *, rule
     return as_int32(counts)
 
 
-def check_tokens(tokens: Array | np.ndarray, real: Array | None, vocab_size: int, name: str) -> None:
+def check_tokens(tokens: Array | np.ndarray, real: Array | np.ndarray | None, vocab_size: int, name: str) -> None:
     """Raise ValueError if one of each row's first `real` token ids (None: all), where they are known, is outside the vocabulary."""
     if isinstance(tokens, Tracer) or isinstance(real, Tracer):
         return
@@ -183,7 +187,7 @@ def check_tokens(tokens: Array | np.ndarray, real: Array | None, vocab_size: int
         )
 
 
-def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[Array, " ends"]:
+def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[Array | np.ndarray, " ends"]:
     """End tokens as i32[n]: one id, several, or the model's own for None; n is 0 for ().
 
     Raises:
@@ -191,7 +195,7 @@ def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[Array,
     """
     name, what = "eos_token_id", "an id, a list of ids, () for none or None for the model's own"
     if given is None:
-        return jnp.asarray(known, jnp.int32)
+        return np.asarray(known, np.int32)
     if isinstance(given, list | tuple):
         given = np.asarray([integer(name, x, -IDS) for x in given], np.int64)
     ends = _integers(name, given, what)
@@ -201,4 +205,4 @@ def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[Array,
         for x in np.ravel(np.asarray(ends)).tolist():
             if not 0 <= x < vocab_size and x not in known:
                 raise ValueError(f"{name} {x} is outside the vocabulary (0 to {vocab_size - 1}); () is for no end token")
-    return jnp.atleast_1d(as_int32(ends))
+    return jnp.atleast_1d(as_int32(ends)) if isinstance(ends, Tracer) else as_int32(np.atleast_1d(np.asarray(ends)))

@@ -10,11 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.decode.prompts import Prompts, check_flags, numerics_of
+from jaxkv.decode.rungs import cut, pad, repeat_last, shapes_are_the_callers
 from jaxkv.decode.sampling import Sampling, as_sampling, filtered_logits, token_logprobs
 from jaxkv.model.attend import Dense
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.token_ids import ROWS, read_tokens
 from jaxkv.ops.numerics import Numerics
+from jaxkv.programs import ladder
 from jaxkv.sharding import on_automatic_axes
 
 BLOCK = 256
@@ -59,9 +61,13 @@ def score(
     batch, seq = tokens.shape
     if seq > model.config.max_seq_len:
         raise ValueError(f"tokens: {seq} are more than the model allows ({model.config.max_seq_len})")
-    tokens = jnp.where(jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None], tokens, 0).astype(jnp.int32)
     rows = None if sampling is None else as_sampling(sampling).per_row(batch)
-    return _score(model, tokens, lengths, rows, numerics, bool(remat))
+    if shapes_are_the_callers(tokens, lengths, rows):
+        return _score(model, tokens, lengths, rows, numerics, bool(remat))
+    rung = ladder.rows(batch)
+    rows = jax.tree.map(lambda x: repeat_last(x, rung), rows)
+    tokens = pad(tokens, rung, ladder.computed(seq, model.config.max_seq_len))
+    return cut(_score(model, tokens, pad(lengths, rung, fill=1), rows, numerics, bool(remat)), batch, seq)
 
 
 @functools.partial(jax.jit, static_argnames=("numerics", "remat"))
@@ -72,6 +78,7 @@ def _score(model: Decoder, tokens: Array, lengths: Array, sampling: Sampling | N
 
 def _run(numerics: Numerics, remat: bool, tokens: Array, model: Decoder, lengths: Array, sampling: Sampling | None) -> Array:
     batch, seq = tokens.shape
+    tokens = jnp.where(jnp.arange(seq, dtype=jnp.int32)[None, :] < lengths[:, None], tokens, 0)
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, numerics, model.mesh), remat=remat)
     targets = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1).reshape(-1)  # the last position predicts nothing

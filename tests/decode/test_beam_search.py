@@ -14,6 +14,7 @@ from decoders import VOCAB, decoder
 from families.tiny_models import FAMILIES, save_tiny, tokens
 
 import jaxkv
+from jaxkv.decode.beam_job import BeamJob, Search
 from jaxkv.decode.beams import Rules
 from jaxkv.ops.numerics import Numerics
 
@@ -150,12 +151,12 @@ def test_other_prompts_and_rules_compile_nothing(model) -> None:
 def finish(model: jaxkv.Decoder, *, page_size: int, num_pages: int, **sizes: int) -> Any:
     """The last state of a search of PROMPTS' first, its cache included."""
     beams, new = sizes["num_beams"], sizes["max_new"]
-    search = internals._Search(beams, new, 1, 16, Numerics())
+    search = Search(beams, new, 1, 16, Numerics())
     prompt = jnp.array([PROMPTS[0]])
     shape = jaxkv.CacheConfig(num_pages, page_size, beams, prompt.shape[1] + new)
-    rules = Rules(jnp.float32(1.0), jnp.bool_(False), jnp.bool_(False))
-    run = jax.jit(internals._run, static_argnums=(5, 6))
-    return run(model, prompt, jnp.array([prompt.shape[1]]), rules, jnp.array([5, 6]), search, shape)
+    rules = Rules(jnp.float32(1.0), jnp.bool_(False), jnp.bool_(False), jnp.int32(new))
+    job = BeamJob(prompt, jnp.array([prompt.shape[1]]), rules, jnp.array([5, 6]), jnp.int32(1))
+    return jax.jit(internals._run, static_argnums=(2, 3))(model, job, search, shape)
 
 
 def test_every_page_is_free_at_the_end_and_none_was_short(model) -> None:

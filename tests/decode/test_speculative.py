@@ -55,10 +55,10 @@ def assert_same(out: jaxkv.GenerateOutput, plain: jaxkv.GenerateOutput) -> None:
 def run(speculative: NGram | Draft, on_token: Any = None, **changes: Any) -> tuple[jaxkv.GenerateOutput, Any]:
     """`generate` by its parts: the output, and the state at the end."""
     asked = GenerateOptions(speculative=speculative, on_token=on_token, **{**OPTIONS, **changes})
-    job, plan, sizes = prepare(decoder(), PROMPTS, None, asked)
+    job, plan, sizes, cut = prepare(decoder(), PROMPTS, None, asked)
     state = internals._start(decoder(), job, plan, sizes)
     state = internals._advance(decoder(), job, state, plan, jnp.int32(10_000))
-    return internals._output(state, job), state
+    return internals._cut_output(state, job, cut), state
 
 
 @pytest.mark.parametrize(

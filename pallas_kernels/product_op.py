@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import make_operation, one_by_one
+from pallas_kernels.dispatch import Place, make_operation, one_by_one
 from pallas_kernels.options import FLOAT_DTYPES
 from pallas_kernels.product_sums import product_sums
 from pallas_kernels.product_sums_in_lanes import LANES, lanes_refusal, product_sums_in_lanes
@@ -67,16 +67,20 @@ def _refusal(name: str, rows: int, width: int, outputs: int, dtype: jax.typing.D
     return side_by_side_refusal(dtype, outputs) if name == "tiles_side_by_side" else None
 
 
-def _run(platform: str, x: jax.Array, weight: jax.Array, *, deterministic: bool, implementation: str | None) -> list[jax.Array]:
+def _run(place: Place, x: jax.Array, weight: jax.Array, *, deterministic: bool, implementation: str | None) -> list[jax.Array]:
     rows, width = x.shape
     name = implementation
     if name in (None, "xla"):
         outputs = math.prod(weight.shape[:-1])
-        name = best_tile_form(platform, outputs, x.dtype) if deterministic else best_form(platform, rows, width, x.dtype)
+        name = (
+            best_tile_form(place.platform, outputs, x.dtype)
+            if deterministic
+            else best_form(place.platform, rows, width, x.dtype)
+        )
     if name == "tiles_side_by_side":
         return [product_tiles_side_by_side(x, weight)]
     if name == "tiles_in_turn":
-        return [product_tiles_in_turn(x, weight, FORMS[best_form(platform, tile_rows(x.dtype), width, x.dtype)])]
+        return [product_tiles_in_turn(x, weight, FORMS[best_form(place.platform, tile_rows(x.dtype), width, x.dtype)])]
     return [FORMS[name](x, weight)]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
+from kernel_calls import NATIVE
 from kernel_oracle import make_case
 
 import pallas_kernels
@@ -153,7 +154,7 @@ def attention_call(**options):
 
 
 class TestTransformations:
-    @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
     @pytest.mark.parametrize(
         "axes",
         [
@@ -192,7 +193,7 @@ class TestTransformations:
         np.testing.assert_allclose(twice, 2 * plain, atol=1e-5)
         np.testing.assert_allclose(once, run(q, *rest)[0], atol=1e-6)
 
-    @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
     @pytest.mark.parametrize("axes", [(None, 0, 0, None), (0, 0, None, 1)], ids=["new", "pools"])
     def test_vmap_of_writing(self, axes: tuple, implementation: str):
         pool, *_ = operands()["write_pages"]
@@ -209,7 +210,7 @@ class TestTransformations:
             for a, b in zip(got, want):
                 np.testing.assert_array_equal(a[i, 1:], b[1:])  # the null page may hold anything
 
-    @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_gradient_of_writing(self, dtype: str, implementation: str):
         """Regression: on CPU with jax 0.10.2 bfloat16 pages are scattered as bits, through which no derivative goes."""

@@ -25,12 +25,8 @@ ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer wei
   for (size_t i = 0; i + 1 < weight_shape.size(); ++i) p.outputs *= weight_shape[i];
   if (int64_t(y->element_count()) != p.rows * p.outputs) return ffi::Error::InvalidArgument("y must be [rows, *out]");
   p.x = x.untyped_data(), p.weight = weight.untyped_data(), p.y = y->untyped_data();
-  const ProductKernels& kernels = product_kernels(chosen);
-  constexpr int64_t COLUMNS = 64;
   XlaPool pool(threads);
-  parallel_for(pool, (p.outputs + COLUMNS - 1) / COLUMNS, [&](int64_t i) {
-    kernels.columns(p, i * COLUMNS, i * COLUMNS + COLUMNS < p.outputs ? i * COLUMNS + COLUMNS : p.outputs);
-  });
+  run(p, chosen, pool);
   return ffi::Error::Success();
 }
 

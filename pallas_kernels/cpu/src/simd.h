@@ -23,6 +23,7 @@
 #endif
 
 #define JAXKV_INLINE inline __attribute__((always_inline))
+#define JAXKV_LAMBDA __attribute__((always_inline))
 
 namespace jaxkv {
 namespace JAXKV_TARGET {
@@ -44,6 +45,20 @@ typedef uint16_t U16 __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef int8_t I8 __attribute__((vector_size(VECTOR_BYTES / 4)));
 typedef uint8_t U8 __attribute__((vector_size(VECTOR_BYTES / 4)));
 typedef float F4 __attribute__((vector_size(16)));
+
+// f(0) .. f(N - 1), written out, with constants of type Index: so that arrays of vectors that f indexes become registers, which a loop
+// that the compiler unrolls later does not give. The lambda is marked with JAXKV_LAMBDA.
+template <int N>
+struct Index {
+  constexpr operator int() const { return N; }
+};
+template <int N, int I = 0, typename Function>
+JAXKV_INLINE void unrolled(const Function& f) {
+  if constexpr (I < N) {
+    f(Index<I>{});
+    unrolled<N, I + 1>(f);
+  }
+}
 
 // Storage of the narrow types: their bits.
 struct bf16 { uint16_t bits; };
@@ -231,6 +246,29 @@ JAXKV_INLINE F4 sum4(F a, F b, F c, F d) {
 #endif
 }
 
+// out[r] are the sums of rows[r][0] .. rows[r][3]: the bits of sum4, with fewer shuffles where there are sixteen lanes.
+JAXKV_INLINE void sum4x4(const F (*rows)[4], F4* out) {
+#if defined(__AVX512F__)
+  const __m512i other_quarters = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+  __m512 half[2], quarter[4];
+  unrolled<4>([&](auto c) JAXKV_LAMBDA {
+    unrolled<2>([&](auto r) JAXKV_LAMBDA {  // lower half: row r, upper half: row r + 2
+      const __m512 a = (__m512)rows[r][c], b = (__m512)rows[r + 2][c];
+      half[r] = _mm512_add_ps(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(1, 0, 3, 2)));
+    });
+    quarter[c] = _mm512_add_ps(_mm512_mask_blend_ps(0xf0f0, half[0], half[1]),  // quarter r: row r
+                               _mm512_permutex2var_ps(half[0], other_quarters, half[1]));
+  });
+  const __m512 pq = _mm512_add_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
+  const __m512 rs = _mm512_add_ps(_mm512_unpacklo_ps(quarter[2], quarter[3]), _mm512_unpackhi_ps(quarter[2], quarter[3]));
+  const __m512d a = _mm512_castps_pd(pq), b = _mm512_castps_pd(rs);
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  __builtin_memcpy(out, &all, sizeof all);
+#else
+  unrolled<4>([&](auto r) JAXKV_LAMBDA { out[r] = sum4(rows[r][0], rows[r][1], rows[r][2], rows[r][3]); });
+#endif
+}
+
 JAXKV_INLINE float sum(F x) {
   const F4 p = fold4(x);
   return (p[0] + p[2]) + (p[1] + p[3]);
@@ -242,7 +280,20 @@ JAXKV_INLINE float max_of(F x) {
   return out;
 }
 
-// ---- one element
+// ---- parts of a vector
+
+// Stores the first n of four floats.
+template <typename T>
+JAXKV_INLINE void store4(T* to, int64_t n, F4 x) {
+  float lanes[LANES] = {};
+  __builtin_memcpy(lanes, &x, sizeof x);
+  store_tail(to, n, load(lanes));
+}
+JAXKV_INLINE void store4(float* to, int64_t n, F4 x) {
+  if (n == 4) return __builtin_memcpy(to, &x, sizeof x), void();
+  for (int64_t i = 0; i < n; ++i) to[i] = x[i];
+}
+
 
 template <typename T>
 JAXKV_INLINE float load_one(const T* from) { return load_tail(from, 1)[0]; }

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.config import MOSAIC_BLOCK_TOKENS, generation_of
+from pallas_kernels.cpu import library
+from pallas_kernels.dispatch import Place
 from pallas_kernels.gpu import gpu_generation, named_capability
 from pallas_kernels.options import IMPLEMENTATIONS, INT32_MAX
 
@@ -59,7 +61,7 @@ def refusal(
     """
     if name.startswith("mosaic") and not writing:
         return mosaic_refusal(shape[3], shape[2], page_dtype, generation)
-    return None if name == "xla" else triton_refusal(shape, page_dtype, generation)
+    return None if name in ("xla", "cpu") else triton_refusal(shape, page_dtype, generation)
 
 
 def refuse(name: str, reason: str | None) -> None:
@@ -91,9 +93,23 @@ def check_name(
     refuse(implementation, refusal(implementation, shape, page_dtype, generation, writing))
 
 
+def native_refusal(place: Place) -> str | None:
+    """Why the native CPU kernels cannot be in a program that is lowered for this place, or None."""
+    if place.platform != "cpu":
+        return f"it needs a CPU and the program is lowered for {place.platform!r}"
+    if place.divided:
+        return (
+            "XLA divides the program's arrays over several devices, and would gather all of them on each for a call of native code; "
+            "call it inside jax.shard_map over all axes of the mesh"
+        )
+    if place.exported:
+        return "the program is exported, and the native kernels belong to this installation"
+    return library.why_not()
+
+
 def choose(
     implementation: str | None,
-    platform: str,
+    place: Place,
     capability: str | None,
     shape: tuple[int, ...],
     page_dtype: jax.typing.DTypeLike,
@@ -103,8 +119,9 @@ def choose(
     """(name, generation for which a kernel is configured) of what runs on the platform that is lowered for.
 
     Args:
-      implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "xla" elsewhere.
-      platform: as in `dispatch.make_operation`.
+      implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "cpu" on a CPU where `native_refusal` has
+        nothing against it, "xla" elsewhere.
+      place: what is lowered for.
       capability: of `gpu.named_capability` at the call.
       shape, page_dtype: of the pages.
       writing: asked for by `write_pages`.
@@ -112,12 +129,15 @@ def choose(
     Raises:
       NotImplementedError: the named implementation cannot run there.
     """
+    if implementation == "cpu":
+        refuse(implementation, native_refusal(place))
     if implementation is not None and implementation not in GPU_KERNELS:
         return implementation, INTERPRETED_GENERATION
-    if platform != "cuda":
+    if place.platform != "cuda":
         if implementation is None:
-            return "xla", INTERPRETED_GENERATION
-        where = f"it needs an NVIDIA GPU and the program is lowered for {platform!r}"
+            native = place.platform == "cpu" and native_refusal(place) is None
+            return ("cpu" if native else "xla"), INTERPRETED_GENERATION
+        where = f"it needs an NVIDIA GPU and the program is lowered for {place.platform!r}"
         refuse(implementation, f"{where}; '{implementation}_interpret' runs anywhere")
     try:
         generation = gpu_generation(capability)

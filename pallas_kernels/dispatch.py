@@ -8,7 +8,9 @@ A primitive with one lowering rule a platform traces what is lowered, and import
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,28 @@ from pallas_kernels.gpu import lowering_context
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 """Platforms with a lowering rule of their own; all others share one and are called "other"."""
+
+
+class Place(NamedTuple):
+    """Where a program is lowered for.
+
+    Attributes:
+      platform: one of PLATFORMS or "other".
+      divided: XLA divides the program's arrays over several devices, and does not tell how. A call of foreign code would make it gather
+        every operand on every device, silently. Inside `jax.shard_map` over all axes the arrays are one device's own: not divided.
+      exported: it is lowered by `jax.export`, to run where this process's foreign code may not be.
+    """
+
+    platform: str
+    divided: bool = False
+    exported: bool = False
+
+
+def _divided(axes: Any) -> bool:
+    """Whether XLA divides arrays in a program that is lowered in jax's axis context."""
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices > 1
+    return hasattr(axes, "mesh") and math.prod(n for axis, n in axes.mesh.shape.items() if axis not in axes.manual_axes) > 1
 
 
 def _result_types(arguments: Sequence[ShapedArray], results: Sequence[jax.ShapeDtypeStruct]) -> list:
@@ -46,12 +70,17 @@ def _rule(run: Callable, platform: str) -> Callable:
 
     Inside it no array varies over manual mesh axes: the operation's result says what does, and `run` need not mark its constants.
     """
-    lower = mlir.lower_fun(functools.partial(run, platform))
+
+    @functools.cache
+    def lower(place: Place) -> Callable:
+        return mlir.lower_fun(functools.partial(run, place))
 
     def rule(context, *arrays, **static):
+        module = context.module_context
+        place = Place(platform, _divided(module.axis_context), module.lowering_parameters.for_export)
         local = [a.update(manual_axis_type=type(a.manual_axis_type)()) for a in context.avals_in]
         with lowering_context(platform):
-            return lower(context.replace(avals_in=local), *arrays, **static)
+            return lower(place)(context.replace(avals_in=local), *arrays, **static)
 
     return rule
 
@@ -63,7 +92,7 @@ def make_operation(name: str, *, run: Callable, results: Callable, batch: Callab
 
     Args:
       name: of the primitive, as jaxprs show it.
-      run: (platform, *arrays, **static) -> sequence of arrays, traced once the platform is known: one of PLATFORMS or "other". May raise
+      run: (place, *arrays, **static) -> sequence of arrays, traced once the `Place` is known that it is lowered for. May raise
         NotImplementedError, which reaches the caller before anything is executed.
       results: (*types, **static) -> sequence of jax.ShapeDtypeStruct, from those of the arrays.
       batch: (operation, size, arrays, batched, **static) -> sequence of arrays, the rule of `jax.vmap`: the arrays whose `batched` is true,

@@ -30,7 +30,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-IMPLEMENTATIONS = ("xla", "triton", "mosaic", "triton_interpret", "mosaic_interpret")
+IMPLEMENTATIONS = ("xla", "cpu", "triton", "mosaic", "triton_interpret", "mosaic_interpret")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 INT32_MAX = 2**31 - 1

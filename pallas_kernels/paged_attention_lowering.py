@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.choice import choose
 from pallas_kernels.config import kernel_config, mosaic_config
-from pallas_kernels.dispatch import broadcast, make_operation, one_by_one
+from pallas_kernels.dispatch import Place, broadcast, make_operation, one_by_one
 from pallas_kernels.key_blocks import Problem
 from pallas_kernels.options import INT32_MAX, AttentionOptions
 from pallas_kernels.paged_attention_xla import paged_attention_xla
@@ -28,7 +28,7 @@ def _problem(arrays: Iterable[Any], given: tuple[bool, ...]) -> Problem:
 
 
 def _run(
-    platform: str,
+    place: Place,
     *arrays,
     given: tuple[bool, ...],
     options: AttentionOptions,
@@ -37,9 +37,13 @@ def _run(
 ) -> tuple[jax.Array, jax.Array]:
     problem = _problem(arrays, given)
     pages = problem.k_pages
-    name, generation = choose(implementation, platform, capability, pages.shape, pages.dtype)
+    name, generation = choose(implementation, place, capability, pages.shape, pages.dtype)
     if name == "xla":
         return paged_attention_xla(problem, options)
+    if name == "cpu":
+        from pallas_kernels.cpu.paged_attention import paged_attention_cpu
+
+        return paged_attention_cpu(problem, options)
     interpret = name.endswith("_interpret")
     if name.startswith("mosaic"):
         from pallas_kernels.paged_attention_mosaic import paged_attention_mosaic
@@ -112,5 +116,7 @@ def run_attention(
         "given": tuple(x is not None for x in problem), "options": options, "implementation": implementation, "capability": capability,
     }  # fmt: skip
     # Mosaic's interpreter works by ordered callbacks, effects that the primitive does not declare; it is the same on every platform.
-    out, lse = _run("other", *arrays, **static) if implementation == "mosaic_interpret" else _operation(*arrays, **static)
+    out, lse = (
+        _run(Place("other"), *arrays, **static) if implementation == "mosaic_interpret" else _operation(*arrays, **static)
+    )
     return out, lse

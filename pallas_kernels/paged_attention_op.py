@@ -97,8 +97,8 @@ def paged_attention(
       k_scales, v_scales: f32[num_pages, kv_heads, page_size], with quantized pages only: value = stored * scale.
       return_lse: also return the log of the softmax denominator (sink included), to merge partial results.
       deterministic: a query's bits do not depend on how many queries run with it (decode equals prefill).
-      implementation: "xla", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the best one of the
-        platform that the program is lowered for: "triton" on CUDA, "xla" on CPU and TPU.
+      implementation: "xla", "cpu", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the best one of the
+        platform that the program is lowered for: "triton" on CUDA, "cpu" on a CPU where the native kernels are built, "xla" elsewhere.
 
     Returns:
       out like q; with return_lse also lse f32[batch, heads] or [batch, queries, heads]. Dead queries: 0 and -inf.

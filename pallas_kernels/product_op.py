@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import make_operation, one_by_one
+from pallas_kernels.choice import native_refusal, refuse
+from pallas_kernels.dispatch import Place, make_operation, one_by_one
 from pallas_kernels.options import FLOAT_DTYPES
 from pallas_kernels.product_sums import product_sums
 from pallas_kernels.product_sums_in_lanes import LANES, lanes_refusal, product_sums_in_lanes
@@ -28,7 +29,7 @@ FORMS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sums_in_lanes": product_sums_in_lanes,
 }
 TILE_FORMS = ("tiles_side_by_side", "tiles_in_turn")
-IMPLEMENTATIONS = ("xla", *FORMS, *TILE_FORMS)
+IMPLEMENTATIONS = ("xla", "cpu", *FORMS, *TILE_FORMS)
 
 SUMS_ARE_FAST = host.machine() in ("x86_64", "AMD64")
 """XLA hands sums of products to a library that was measured on x86 only."""
@@ -67,16 +68,24 @@ def _refusal(name: str, rows: int, width: int, outputs: int, dtype: jax.typing.D
     return side_by_side_refusal(dtype, outputs) if name == "tiles_side_by_side" else None
 
 
-def _run(platform: str, x: jax.Array, weight: jax.Array, *, deterministic: bool, implementation: str | None) -> list[jax.Array]:
+def _run(place: Place, x: jax.Array, weight: jax.Array, *, deterministic: bool, implementation: str | None) -> list[jax.Array]:
     rows, width = x.shape
     name = implementation
+    if name == "cpu":
+        refuse(name, native_refusal(place))
+    if name is None and place.platform == "cpu" and native_refusal(place) is None:
+        name = "cpu"
+    if name == "cpu":
+        from pallas_kernels.cpu.product import product_cpu
+
+        return [product_cpu(x, weight)]
     if name in (None, "xla"):
-        outputs = math.prod(weight.shape[:-1])
-        name = best_tile_form(platform, outputs, x.dtype) if deterministic else best_form(platform, rows, width, x.dtype)
+        tiled = best_tile_form(place.platform, math.prod(weight.shape[:-1]), x.dtype)
+        name = tiled if deterministic else best_form(place.platform, rows, width, x.dtype)
     if name == "tiles_side_by_side":
         return [product_tiles_side_by_side(x, weight)]
     if name == "tiles_in_turn":
-        return [product_tiles_in_turn(x, weight, FORMS[best_form(platform, tile_rows(x.dtype), width, x.dtype)])]
+        return [product_tiles_in_turn(x, weight, FORMS[best_form(place.platform, tile_rows(x.dtype), width, x.dtype)])]
     return [FORMS[name](x, weight)]
 
 
@@ -123,17 +132,19 @@ def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, imp
     Args:
       x: [rows, in], float32, bfloat16 or float16.
       weight: [*out, in] in x's dtype, with any number of output axes.
-      deterministic: compute in tiles of a fixed number of rows; a row's bits then do not depend on how many rows there are.
-      implementation: None or "xla" for the best form of the platform that the program is lowered for; or a form by name:
-        "weight_right", "weight_left", "sums", "sums_in_lanes", and in tiles "tiles_side_by_side", "tiles_in_turn". The first four depend on
-        the number of rows to the bit, and do not go with `deterministic`.
+      deterministic: a row's bits do not depend on how many rows there are: XLA's forms compute in tiles of a fixed number of rows then.
+      implementation: None for the best one of the platform that the program is lowered for: "cpu", the native kernels, on a CPU where they
+        are built, else "xla". "cpu" needs no tiles: a row's bits never depend on how many there are. "xla" is the best of XLA's forms,
+        which have names, too: "weight_right", "weight_left", "sums", "sums_in_lanes", and in tiles "tiles_side_by_side", "tiles_in_turn".
+        The first four depend on the number of rows to the bit, and do not go with `deterministic`.
 
     Returns:
       [rows, *out] in x's dtype.
 
     Raises:
       ValueError: a shape or dtype is wrong, the name is unknown, or the form named is not deterministic where that was asked for.
-      NotImplementedError: the form asked for by name cannot take these arrays; the message says why.
+      NotImplementedError: the implementation asked for by name cannot take these arrays, or cannot run where the program is lowered for;
+        the message says why.
     """
     if x.ndim != 2 or weight.ndim < 1 or x.shape[1] != weight.shape[-1]:
         raise ValueError(f"x must be [rows, in] and weight [*out, in], got shapes {x.shape} and {weight.shape}")
@@ -144,7 +155,7 @@ def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, imp
             raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
         if deterministic and implementation in FORMS:
             raise ValueError(
-                f"deterministic=True takes implementation None, 'xla' or one of {TILE_FORMS}, got {implementation!r}"
+                f"deterministic=True takes implementation None, 'xla', 'cpu' or one of {TILE_FORMS}, got {implementation!r}"
             )
     if 0 in x.shape or 0 in weight.shape:
         return jnp.zeros((x.shape[0], *weight.shape[:-1]), x.dtype)

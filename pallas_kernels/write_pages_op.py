@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import options as opts
 from pallas_kernels.choice import check_name, choose
-from pallas_kernels.dispatch import broadcast, make_operation
+from pallas_kernels.dispatch import Place, broadcast, make_operation
 from pallas_kernels.gpu import named_capability
 from pallas_kernels.write_pages_xla import write_pages_xla
 
@@ -30,11 +30,15 @@ def slot_indices(shape: tuple[int, ...], pages: jax.Array, offsets: jax.Array) -
     return jnp.where(live[:, None], slots, opts.INT32_MAX).reshape(-1)
 
 
-def _run(platform: str, *arrays: jax.Array, implementation: str | None, capability: str | None) -> tuple[jax.Array, ...]:
+def _run(place: Place, *arrays: jax.Array, implementation: str | None, capability: str | None) -> tuple[jax.Array, ...]:
     *pools, k, v, slots = arrays
-    name, _ = choose(implementation, platform, capability, pools[0].shape, pools[0].dtype, writing=True)
+    name, _ = choose(implementation, place, capability, pools[0].shape, pools[0].dtype, writing=True)
     if name == "xla":
-        return write_pages_xla(tuple(pools), k, v, slots, on_cpu=platform == "cpu")
+        return write_pages_xla(tuple(pools), k, v, slots, on_cpu=place.platform == "cpu")
+    if name == "cpu":
+        from pallas_kernels.cpu.write_pages import write_pages_cpu
+
+        return write_pages_cpu(tuple(pools), k, v, slots)
     from pallas_kernels.write_pages_triton import write_pages_triton
 
     return write_pages_triton(tuple(pools), k, v, slots, interpret=name.endswith("_interpret"))
@@ -93,8 +97,8 @@ def write_pages(
       pages: i32[tokens], the page of each token; 0 (the null page) or anything out of range: the token is dropped.
       offsets: i32[tokens] in [0, page_size), the slot within the page. No live slot may be named twice.
       k_scales, v_scales: f32[num_pages, kv_heads, page_size], with quantized pages only; written too.
-      implementation: as of `paged_attention`: "xla", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the best one
-        of the platform that the program is lowered for. There is one GPU writer, Triton's, which also goes with "mosaic".
+      implementation: as of `paged_attention`: "xla", "cpu", "triton", "mosaic", "triton_interpret", "mosaic_interpret", or None for the
+        best one of the platform that the program is lowered for. There is one GPU writer, Triton's, which also goes with "mosaic".
 
     Returns:
       (k_pages, v_pages), or (k_pages, v_pages, k_scales, v_scales) with quantized pages.

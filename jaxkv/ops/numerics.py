@@ -13,7 +13,7 @@ class Numerics:
 
     Args:
       implementation: of all three operations, see `pallas_kernels.paged_attention`; None is the best one of the platform. Mosaic's
-        kernel has Triton's writer, and products, which have no GPU kernel of their own, are XLA's with all of them.
+        kernel has Triton's writer, and products, which have no GPU kernel of their own, are XLA's with all but "cpu".
       deterministic: rows are computed in tiles of fixed size and attention splits at fixed positions, so that a row's bits depend on
         its own tokens alone.
 
@@ -31,7 +31,7 @@ class Numerics:
     @property
     def product(self) -> str | None:
         """The implementation of products that goes with `implementation`."""
-        return None if self.implementation is None else "xla"
+        return self.implementation if self.implementation in (None, "cpu") else "xla"
 
 
 DEFAULT = Numerics()

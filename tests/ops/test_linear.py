@@ -16,13 +16,13 @@ def test_a_bias_is_added_to_the_product(implementation: str | None, deterministi
     rng = np.random.default_rng(0)
     x, weight, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 8), (2, 5, 8), (2, 5)))
     numerics = Numerics(implementation, deterministic)
-    y = pallas_kernels.product(x, weight, deterministic=deterministic)
+    y = pallas_kernels.product(x, weight, deterministic=deterministic, implementation=numerics.product)
     np.testing.assert_array_equal(linear(x, weight, None, numerics), y)
     np.testing.assert_array_equal(linear(x, weight, bias, numerics), y + bias[None])
 
 
 @pytest.mark.parametrize(
-    ("implementation", "asked"), [(None, None), ("xla", "xla"), ("triton", "xla"), ("mosaic_interpret", "xla")]
+    ("implementation", "asked"), [(None, None), ("xla", "xla"), ("cpu", "cpu"), ("triton", "xla"), ("mosaic_interpret", "xla")]
 )
 def test_numerics_reach_the_product(implementation: str | None, asked: str | None):
     """A name that products have no kernel for gives XLA's, and the mode is handed on: both stand in the traced program."""

@@ -7,11 +7,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from kernel_oracle import Case, dense_attention
 
 import pallas_kernels
+from pallas_kernels.cpu import library
 
 # Rounding of the output, of p and of the inputs' products; bf16 has 8 bits, fp16 11. Relative to the largest |v| of a case.
+NATIVE = pytest.param(
+    "cpu",
+    marks=pytest.mark.skipif(jax.default_backend() != "cpu" or not library.available(), reason="needs the native CPU kernels"),
+)
+"""The native implementation, where it can run."""
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 

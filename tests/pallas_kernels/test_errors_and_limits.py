@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import check
+from kernel_calls import NATIVE, check
 from kernel_oracle import dense_attention, make_case
 
 import pallas_kernels
@@ -166,7 +166,7 @@ def test_every_live_page_is_copied_once_by_mosaic(window, page_size):
     assert null < 2 * BLOCK_TOKENS * len(case.lengths)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
 def test_prefill_is_one_row_of_many_queries(implementation):
     case = make_case(lengths=(75,), queries=20, num_queries=(17,), sliding_window=30)
     out, lse = pallas_kernels.paged_prefill_attention(

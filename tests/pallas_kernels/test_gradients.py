@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import NATIVE
 from kernel_oracle import make_case
 
 import pallas_kernels
@@ -33,7 +34,7 @@ def dense(q, k_pages, v_pages, sinks, case, options):
     return jnp.where(live[..., None, None], out, 0.0), jnp.where(live[..., None], total, 0.0)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 7, "logits_soft_cap": 2.0}, {"sinks": True}], ids=["plain", "window-cap", "sinks"]
 )

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kernel_calls import check, jitted, run
+from kernel_calls import NATIVE, check, jitted, run
 from kernel_oracle import Case, make_case
 
 from pallas_kernels import paged_attention_xla
@@ -49,6 +49,7 @@ def rows(batch, *, page_size=16, widen=1, kv_heads=2, q_per_kv=3, dtype="float32
         *((i, "float32", d) for i in ("xla", "triton_interpret") for d in (False, True)),
         ("xla", "bfloat16", False),
         ("triton_interpret", "bfloat16", False),
+        *(pytest.param("cpu", dtype, False, marks=NATIVE.marks) for dtype in ("float32", "bfloat16")),
     ],
 )
 def test_other_rows_and_table_width(implementation, dtype, deterministic):
@@ -88,7 +89,7 @@ def test_other_rows_beside_one_with_many_queries():
         assert bits(batch, **changes) == alone, f"batch {batch}, {changes}"
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
 def test_page_size(implementation):
     def bits(page_size):
         case, at = rows(1, page_size=page_size)
@@ -99,7 +100,7 @@ def test_page_size(implementation):
         assert bits(page_size) == base, f"page size {page_size}"
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
 @pytest.mark.parametrize(
     "dtype, kv_heads, q_per_kv, window", [("float32", 2, 3, None), ("bfloat16", 2, 3, None), ("float32", 1, 8, 50)]
 )

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
+from kernel_calls import NATIVE
 from kernel_oracle import make_case
 
 import pallas_kernels
+from pallas_kernels.cpu import library
 from pallas_kernels.tools.targets import TARGETS, target_mesh
 
 TRITON = "__gpu$xla.gpu.triton"
+NATIVE_CALLS = {"paged_attention": "jaxkv_attention", "write_pages": "jaxkv_write_pages", "product": "jaxkv_product"}
 MODERN = jax.__version_info__ >= (0, 11)
 
 
@@ -48,9 +51,11 @@ def kernels(text: str) -> list[str]:
 
 class TestChoice:
     @pytest.mark.parametrize(("operation", "calls"), [("paged_attention", 2), ("write_pages", 1), ("product", 0)])
-    def test_the_best_is_triton_for_cuda_and_plain_xla_elsewhere(self, operation: str, calls: int):
+    def test_the_best_is_triton_for_cuda_native_for_cpu_and_plain_xla_elsewhere(self, operation: str, calls: int):
         assert kernels(lowered(operation, ("cuda",))) == calls * [TRITON]
-        for platform in ("cpu", "tpu", "rocm"):
+        native = library.available() and operation != "product"
+        assert [name.rpartition("_")[0] for name in kernels(lowered(operation, ("cpu",)))] == native * [NATIVE_CALLS[operation]]
+        for platform in ("tpu", "rocm"):
             assert kernels(lowered(operation, (platform,))) == []
 
     @pytest.mark.parametrize("operation", ["paged_attention", "write_pages"])
@@ -153,7 +158,7 @@ def attention_call(**options):
 
 
 class TestTransformations:
-    @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
     @pytest.mark.parametrize(
         "axes",
         [
@@ -192,7 +197,7 @@ class TestTransformations:
         np.testing.assert_allclose(twice, 2 * plain, atol=1e-5)
         np.testing.assert_allclose(once, run(q, *rest)[0], atol=1e-6)
 
-    @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
     @pytest.mark.parametrize("axes", [(None, 0, 0, None), (0, 0, None, 1)], ids=["new", "pools"])
     def test_vmap_of_writing(self, axes: tuple, implementation: str):
         pool, *_ = operands()["write_pages"]
@@ -209,7 +214,7 @@ class TestTransformations:
             for a, b in zip(got, want):
                 np.testing.assert_array_equal(a[i, 1:], b[1:])  # the null page may hold anything
 
-    @pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_gradient_of_writing(self, dtype: str, implementation: str):
         """Regression: on CPU with jax 0.10.2 bfloat16 pages are scattered as bits, through which no derivative goes."""

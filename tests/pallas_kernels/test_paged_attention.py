@@ -5,13 +5,13 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from kernel_calls import check, run
+from kernel_calls import NATIVE, check, run
 from kernel_oracle import make_case
 
 from pallas_kernels.paged_attention_xla import MANY_QUERY_HEADS
 
 ON_GPU = jax.default_backend() == "gpu"
-IMPLEMENTATIONS = ("xla", *([pytest.param("triton", id="triton-gpu")] if ON_GPU else ["triton_interpret"]))
+IMPLEMENTATIONS = ("xla", NATIVE, *([pytest.param("triton", id="triton-gpu")] if ON_GPU else ["triton_interpret"]))
 
 # One word per option; each is tried alone and with every other it can go with.
 OPTIONS = {
@@ -35,9 +35,10 @@ def check_options(implementation, names):
 
 
 # Interpreted kernels take seconds a case: every fifth pair is tried always, all of them with --slow.
+@pytest.mark.parametrize("implementation", ["xla", NATIVE])
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-def test_options_in_pairs_on_xla(names):
-    check_options("xla", names)
+def test_options_in_pairs(names, implementation):
+    check_options(implementation, names)
 
 
 @pytest.mark.parametrize(

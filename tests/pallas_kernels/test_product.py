@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from kernel_calls import NATIVE
 
 from pallas_kernels import product, product_op
 from pallas_kernels.product_op import IMPLEMENTATIONS, best_form, best_tile_form
@@ -31,15 +32,19 @@ def assert_close(got: jax.Array, want: np.ndarray, unit: float, case: str = "") 
 
 
 ROWS = (1, 2, 3, 16, 17, 64, 65, 129)
+BEST = ("xla", NATIVE)
+"""What may be the best of a platform."""
+NAMED = [NATIVE if name == "cpu" else name for name in IMPLEMENTATIONS]
 
 
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("width", [1, 7, 576, product_op.LONG - 1, product_op.LONG])
-def test_the_best_form_of_every_shape_gives_the_product(width: int, dtype: str):
+@pytest.mark.parametrize("implementation", BEST)
+def test_the_best_form_of_every_shape_gives_the_product(implementation: str, width: int, dtype: str):
     """All numbers of rows in one program, which saves most of the time to compile them."""
     x, weight = arrays(max(ROWS), width, (3, 5), dtype)
-    modes = (False, True)
-    run = jax.jit(lambda x, weight: [[product(x[:n], weight, deterministic=d) for d in modes] for n in ROWS])
+    modes, call = (False, True), functools.partial(product, implementation=implementation)
+    run = jax.jit(lambda x, weight: [[call(x[:n], weight, deterministic=d) for d in modes] for n in ROWS])
     want = np.einsum("bk,ijk->bij", wide(x), wide(weight))
     for rows, results in zip(ROWS, run(x, weight)):
         for got, deterministic in zip(results, modes):
@@ -51,7 +56,7 @@ SHAPES = ((1, 64, ()), (2, 576, (3, 5)), (3, 1, (2,)), (17, 7, (64,)), (33, 128,
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", NAMED)
 def test_every_form_asked_for_by_name_gives_the_product_or_says_why_not(implementation: str, dtype: str):
     def refused(rows: int, width: int, out: tuple[int, ...]) -> bool:
         if implementation == "tiles_side_by_side":
@@ -111,10 +116,11 @@ def test_the_best_form_goes_by_platform_rows_and_dtype(monkeypatch: pytest.Monke
 class TestDerivatives:
     @pytest.mark.parametrize(("rows", "width", "dtype"), [(1, 128, "bfloat16"), (2, 48, "bfloat16"), (9, 48, "float32")])
     @pytest.mark.parametrize("deterministic", [False, True])
-    def test_are_those_of_the_product(self, rows: int, dtype: str, width: int, deterministic: bool):
+    @pytest.mark.parametrize("implementation", BEST)
+    def test_are_those_of_the_product(self, implementation: str, rows: int, dtype: str, width: int, deterministic: bool):
         x, weight = arrays(rows, width, (11,), dtype)
         g = arrays(rows, 11, (), dtype)[0]
-        ours = functools.partial(product, deterministic=deterministic)
+        ours = functools.partial(product, deterministic=deterministic, implementation=implementation)
         loss = lambda x, w: jnp.sum((ours(x, w) * g).astype(jnp.float32))
         want = (wide(g) @ wide(weight), wide(g).T @ wide(x))
         unit = 1e-5 if dtype == "float32" else 2**-6
@@ -125,7 +131,7 @@ class TestDerivatives:
         np.testing.assert_array_equal(value, ours(x, weight))
         np.testing.assert_allclose(wide(forward), 2 * wide(x) @ wide(weight).T, rtol=2**-6, atol=0.1)
 
-    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    @pytest.mark.parametrize("implementation", NAMED)
     def test_are_the_same_for_every_form(self, implementation: str):
         x, weight = arrays(4, 64, (2, 3), "float32")
         run = jax.checkpoint(functools.partial(product, implementation=implementation))
@@ -149,16 +155,19 @@ class TestDerivatives:
 
 class TestBatching:
     @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 1), (2, 2)])
-    @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"implementation": "sums"}], ids=str)
-    def test_over_activations_weights_and_both(self, axes: tuple, options: dict):
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize("implementation", ["sums", *BEST])
+    def test_over_activations_weights_and_both(self, axes: tuple, implementation: str, deterministic: bool):
+        if implementation == "sums" and deterministic:
+            pytest.skip("sums have no such mode")
         x, weight = arrays(5, 32, (2, 3), "float32")
         batch = [y if axis is None else jnp.stack([y, 2 * y, -y], axis) for y, axis in zip((x, weight), axes)]
-        run = functools.partial(product, **options)
+        run = functools.partial(product, implementation=implementation, deterministic=deterministic)
         got = jax.jit(jax.vmap(run, in_axes=axes))(*batch)
         single = [lambda i, y=y, axis=axis: y if axis is None else jnp.take(y, i, axis) for y, axis in zip(batch, axes)]
         for i in range(3):
             want = run(*(pick(i) for pick in single))
-            if options.get("deterministic"):
+            if deterministic or implementation == "cpu":
                 np.testing.assert_array_equal(got[i], want)
             assert_close(got[i], wide(want), 1e-5)
 
@@ -210,10 +219,11 @@ class TestBits:
         ],
         ids=str,
     )
-    def test_a_row_has_the_same_in_any_number_of_tiles(self, shape: tuple[int, int], dtype: str):
+    @pytest.mark.parametrize("implementation", BEST)
+    def test_a_row_has_the_same_in_any_number_of_tiles(self, implementation: str, shape: tuple[int, int], dtype: str):
         """Tiles stand side by side in one sum, and a single one alone in another: the library must cut both alike."""
         x, weight = arrays(130, shape[1], shape[:1], dtype)
-        tiled = jax.jit(lambda x: product(x, weight, deterministic=True))
+        tiled = jax.jit(lambda x: product(x, weight, deterministic=True, implementation=implementation))
         alone = jnp.concatenate([tiled(x[i : i + 1]) for i in range(len(x))])
         for rows in (15, 16, 17, 33, 64, 130):
             np.testing.assert_array_equal(tiled(x[-rows:]), alone[-rows:])
@@ -226,13 +236,15 @@ class TestBits:
         for rows in (1, 16, 17):
             np.testing.assert_array_equal(tiled(x[-rows:]), whole[-rows:])
 
-    def test_what_stands_around_a_tiled_product_does_not_change_them(self):
+    @pytest.mark.parametrize("implementation", BEST)
+    def test_what_stands_around_a_tiled_product_does_not_change_them(self, implementation: str):
         """Factors before it, additions and activations behind it: fused with a sum, they would round it differently."""
         x, weight = arrays(33, 576, (96,), "float32")
-        plain = jax.jit(lambda x: product(x, weight, deterministic=True))
+        call = functools.partial(product, deterministic=True, implementation=implementation)
+        plain = jax.jit(lambda x: call(x, weight))
         scaled = jnp.asarray(np.float32(x) * np.float32(0.3))
         for rows in (1, 16, 33):
-            fused = jax.jit(lambda x: 1.7 * product(x * jnp.float32(0.3), weight, deterministic=True) + 0.1)
+            fused = jax.jit(lambda x: 1.7 * call(x * jnp.float32(0.3), weight) + 0.1)
             np.testing.assert_array_equal(fused(x[:rows]), jax.jit(lambda y: 1.7 * y + 0.1)(plain(scaled[:rows])))
 
 

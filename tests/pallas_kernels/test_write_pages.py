@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import NATIVE
 from kernel_oracle import DTYPES
 
 import pallas_kernels
@@ -25,7 +26,7 @@ def write(implementation, dtype, head_dim=80):
     return [np.asarray(x) for x in (pool, k, v)], [np.asarray(x) for x in result]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, "triton_interpret"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", *QUANTIZED])
 def test_values_land_in_their_slots_only(implementation, dtype):
     (pool, k, v), result = write(implementation, dtype)

@@ -1,0 +1,43 @@
+// Products x[rows, width] . weight[outputs, width]^T: what their handler, or another caller, asks for, and what their kernels do.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+#include "target.h"
+#include "threads.h"
+
+namespace jaxkv {
+
+struct Product {
+  Dtype dtype;  // of all three arrays: float32, bfloat16 or float16
+  int64_t rows, width, outputs;
+  const void* x;
+  const void* weight;
+  void* y;  // [rows, outputs]
+};
+
+// Runs it. Every element of y is summed in one order, which the target, the dtype and the width fix: the bits of a row depend neither on
+// how many rows there are nor on threads.
+void run(const Product& product, Target target, Pool& pool);
+
+// A rectangle of y.
+struct Part {
+  int64_t row_begin, row_end, begin, end;
+  const void* x;    // all rows as `prepare` has left them; null where x is taken as it is
+  void* weight_scratch;  // ProductKernels::weight_bytes
+};
+
+struct ProductKernels {
+  // Bytes of a row of x as `prepare` leaves it; 0 where kernels take x as it is.
+  int64_t (*row_bytes)(const Product& product);
+  // Rows [begin, end) of x into `to`, which holds all rows.
+  void (*prepare)(const Product& product, int64_t begin, int64_t end, void* to);
+  // Scratch that each thread needs for `part`.
+  int64_t (*weight_bytes)(const Product& product);
+  void (*part)(const Product& product, const Part& part);
+};
+
+JAXKV_TABLE(ProductKernels, product_kernels)
+
+}  // namespace jaxkv

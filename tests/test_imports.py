@@ -32,21 +32,22 @@ NOT_YET: dict[str, set[str]] = {
 # Every file or folder of jaxkv, and what it may import besides itself; "jaxkv" is the public package.
 MAY_IMPORT = {
     "config": "",
+    "programs": "",
     "sharding": "config",
     "ops": "config pallas_kernels",
     "cache": "config sharding ops pallas_kernels",
     "families": "config",
     "model": "config sharding ops cache pallas_kernels",
-    "weights": "config sharding families model",
-    "decode": "config sharding ops cache model pallas_kernels",
-    "rl": "config sharding ops model decode",
+    "weights": "config programs sharding families model",
+    "decode": "config programs sharding ops cache model pallas_kernels",
+    "rl": "config programs sharding ops model decode",
     "text": "",
     "viz": "config cache model decode",
-    "hf": "config cache model weights decode rl text",
-    "bench": "config cache model jaxkv",
-    "cli": "config cache model weights decode text viz bench jaxkv",
+    "hf": "config programs cache model weights decode rl text",
+    "bench": "config programs cache model jaxkv",
+    "cli": "config programs cache model weights decode text viz bench jaxkv",
     "__main__": "cli",
-    "__init__": "config cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
+    "__init__": "config programs cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
 }
 # A cache and a result draw themselves in a notebook, and load what draws them only then.
 LOADED_WHEN_DRAWN = {("cache/paged_kv_cache.py", "viz"), ("decode/outputs.py", "viz")}

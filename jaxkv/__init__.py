@@ -13,6 +13,7 @@
     save(model, folder, tokenizer=tokenizer)           files that transformers loads, too
     AutoModelForCausalLM.from_pretrained(name)         the names of transformers, and its `generate`
     viz.page_map(cache), viz.record(model, ...)        pictures of a cache at work
+    keep_programs()                                    compiled programs are kept on disk for the next process
 
 Each says in its docstring what it takes and what it raises. Tokens and text (`jaxkv.text`) and the command line (`python -m jaxkv`)
 stand beside it. Nothing here holds state: models and caches go in and come out.
@@ -34,6 +35,7 @@ from jaxkv.decode.speculative import Draft, NGram
 from jaxkv.decode.step import StepInputs, step
 from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
+from jaxkv.programs import keep_programs
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.rl.score import score
 from jaxkv.text import Detokenizer
@@ -90,6 +92,7 @@ __all__ = [
     "extend",
     "generate",
     "generate_naive",
+    "keep_programs",
     "load",
     "mismatch",
     "sample",

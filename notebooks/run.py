@@ -8,6 +8,7 @@ carries a digest of the code that made its results.
 
 import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ def execute(name: str, *, timeout: int = 600) -> nbformat.NotebookNode:
       nbclient.exceptions.CellExecutionError: a cell raised.
     """
     notebook = read(name)
+    os.environ["JAXKV_PROGRESS"] = "0"  # how long this machine compiled is no result; kernels inherit it
     client = nbclient.NotebookClient(
         notebook, timeout=timeout, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
     )

@@ -38,16 +38,16 @@ MAY_IMPORT = {
     "cache": "config sharding ops pallas_kernels",
     "families": "config",
     "model": "config sharding ops cache pallas_kernels",
-    "weights": "config sharding families model",
+    "weights": "config programs sharding families model",
     "decode": "config programs sharding ops cache model pallas_kernels",
     "rl": "config programs sharding ops model decode",
     "text": "",
     "viz": "config cache model decode",
-    "hf": "config cache model weights decode rl text",
-    "bench": "config cache model jaxkv",
-    "cli": "config cache model weights decode text viz bench jaxkv",
+    "hf": "config programs cache model weights decode rl text",
+    "bench": "config programs cache model jaxkv",
+    "cli": "config programs cache model weights decode text viz bench jaxkv",
     "__main__": "cli",
-    "__init__": "config cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
+    "__init__": "config programs cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
 }
 # A cache and a result draw themselves in a notebook, and load what draws them only then.
 LOADED_WHEN_DRAWN = {("cache/paged_kv_cache.py", "viz"), ("decode/outputs.py", "viz")}

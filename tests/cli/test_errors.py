@@ -27,8 +27,8 @@ def folder(model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_compilation_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxkv.cli.generate.use_compilation_cache", lambda: None)
-    monkeypatch.setattr("jaxkv.cli.inspect.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.generate.keep_programs", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.inspect.keep_programs", lambda: None)
 
 
 def failed(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 2) -> str:

@@ -18,7 +18,7 @@ from jaxkv.weights import GenerationDefaults
 
 @pytest.fixture(autouse=True)
 def no_compilation_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxkv.cli.generate.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("jaxkv.cli.generate.keep_programs", lambda: None)
 
 
 def typed(**given) -> argparse.Namespace:

@@ -141,9 +141,7 @@ def test_look_up(text: list[int], guesses: list[int] | None, given: int) -> None
     given = min(given, len(text))
     prompts = jnp.zeros((1, 6), jnp.int32).at[0, :given].set(jnp.array(text[:given]))
     sampling = jaxkv.Sampling().per_row(1)
-    job = Job(
-        prompts, jnp.array([given]), jnp.array([12]), jax.random.split(jax.random.key(0), 1), sampling, jnp.zeros(0, jnp.int32)
-    )
+    job = Job(prompts, jnp.array([given]), jnp.array([12]), None, sampling, jnp.zeros(0, jnp.int32), jnp.int32(1))
     cache = jaxkv.PagedKVCache.create(decoder().config, num_pages=2, max_seqs=2, max_seq_len=16)
     state = start(cache, 1, 12)
     made = len(text) - given

@@ -2,67 +2,21 @@
 // against sums in double. Everything lies in memory of exactly its size, and what no query sees holds NaN, so that a sanitizer and the
 // comparison find what is read or written out of place. test_attention_driver.py compiles it with sanitizers and runs it.
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <mutex>
-#include <queue>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "attention_parts.h"
 #include "functions.h"
+#include "own_pool.h"
 
 using namespace jaxkv;
 
 namespace {
-
-class Threads final : public Pool {
- public:
-  explicit Threads(int64_t count) : count_(count) {
-    for (int64_t i = 0; i < count; ++i) threads_.emplace_back([this] { work(); });
-  }
-  ~Threads() override {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ended_ = true;
-    }
-    changed_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t threads() override { return count_; }
-  void schedule(std::function<void()> function) override {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      waiting_.push(std::move(function));
-    }
-    changed_.notify_one();
-  }
-
- private:
-  void work() {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return ended_ || !waiting_.empty(); });
-      if (waiting_.empty()) return;
-      const std::function<void()> next = std::move(waiting_.front());
-      waiting_.pop();
-      lock.unlock();
-      next();
-    }
-  }
-
-  int64_t count_;
-  bool ended_ = false;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::queue<std::function<void()>> waiting_;
-  std::vector<std::thread> threads_;
-};
 
 constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
@@ -209,7 +163,7 @@ int check_functions(const Functions& functions, const char* name) {
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 100;
   int wrong = 0;
-  Threads one(1), four(4);
+  OwnPool one(0), four(3);
   for (int32_t number = 0; number < TARGETS; ++number) {
     if (!has(Target(number))) continue;
     wrong += check_functions(functions(Target(number)), name_of(Target(number)));

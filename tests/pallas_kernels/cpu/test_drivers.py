@@ -1,0 +1,28 @@
+"""Native kernels under sanitizers, in programs of their own: through jaxlib these report what is none of ours."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from needs import SOURCES, needs_compiler
+
+HERE = Path(__file__).parent
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_products_of_random_shapes(sanitizer: str, tmp_path: Path):
+    configure = [
+        "cmake",
+        "-S",
+        str(SOURCES.parent),
+        "-B",
+        str(tmp_path),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DJAXKV_SANITIZE={sanitizer}",
+    ]
+    configure += [f"-DJAXKV_DRIVER={HERE / 'product_driver.cc'}", "-DJAXKV_OPERATION=product"]
+    for command in (configure, ["cmake", "--build", str(tmp_path), "--parallel", "2"], [str(tmp_path / "jaxkv_cpu"), "500"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

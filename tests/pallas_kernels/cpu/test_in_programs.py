@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from kernel_calls import run
 from kernel_oracle import make_case
+from needs import needs_library
 
 import pallas_kernels
-from pallas_kernels.cpu import library
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not library.available(), reason="needs the native CPU kernels"
-)
+pytestmark = needs_library
 
 
 def test_int32_indices_under_x64():

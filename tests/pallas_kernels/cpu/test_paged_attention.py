@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,15 +9,11 @@ from hypothesis import strategies as st
 from kernel_calls import check, check_results
 from kernel_oracle import Case, make_case
 from native_calls import native
+from needs import needs_library, targets
 
-from pallas_kernels.cpu import library
+pytestmark = needs_library
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not library.available(), reason="needs the native CPU kernels"
-)
-
-LOADED = library.load()
-TARGETS = LOADED.targets if isinstance(LOADED, library.Library) else ("none",)
+TARGETS = targets()
 
 
 def queries_of(case: Case, first: int, count: int) -> Case:

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 from kernel_oracle import DTYPES
+from needs import needs_library
 
 import pallas_kernels
-from pallas_kernels.cpu import library
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not library.available(), reason="needs the native CPU kernels"
-)
+pytestmark = needs_library
 
 QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 SHAPE = (513, 2, 16, 64)

@@ -29,7 +29,7 @@ HANDLERS = ("attention", "product", "write_pages")
 TARGETS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 """Kinds of processors in rising order, numbered as in src/target.h. "baseline" is SSE2 on x86-64 and NEON on arm64."""
 VARIABLE = "JAXKV_CPU_TARGET"
-"""The environment variable that names a target below the best."""
+"""The environment variable that names another target than the one taken by default."""
 
 _lock = threading.Lock()
 

@@ -197,7 +197,8 @@ void merge(const Attention& call, const Part& part, int64_t count) {
 }  // namespace
 
 const AttentionKernels& attention_kernels() {
-  static constexpr AttentionKernels kernels{scratch_floats, attend, merge};
+  static constexpr AttentionKernels kernels{scratch_floats, attend, merge, [](float x) { return exp_of(splat(x))[LANES - 1]; },
+                                            [](float x) { return tanh_of(splat(x))[LANES - 1]; }};
   return kernels;
 }
 

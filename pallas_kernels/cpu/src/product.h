@@ -38,6 +38,6 @@ struct ProductKernels {
   void (*part)(const Product& product, const Part& part);
 };
 
-JAXKV_TABLE(ProductKernels, product_kernels)
+JAXKV_TABLE_WITH_BF16(ProductKernels, product_kernels)
 
 }  // namespace jaxkv

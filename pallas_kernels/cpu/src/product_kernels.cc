@@ -22,55 +22,85 @@ constexpr int X = 3;
 constexpr int X = 2;
 #endif
 
-// How T is read: ELEMENTS at a time as bits, then as PARTS vectors.
+// How T is read: ELEMENTS at a time as bits, then as PARTS operands of multiply_add, whose other operand is a vector of x. x stands in
+// memory as `Row`, with zeros up to whole steps.
 template <typename T>
 struct Reader {
+  typedef float Row;
   static constexpr int PARTS = 1, ELEMENTS = LANES;
   static JAXKV_INLINE auto bits(const T* from) { return load_bits<typename Bits<sizeof(T)>::type>(from); }
   static JAXKV_INLINE auto tail(const T* from, int64_t n) { return load_bits_tail(from, n); }
   template <typename V>
   static JAXKV_INLINE F part(V bits, int) { return widen(bits, (const T*)nullptr); }
+  static JAXKV_INLINE F row(const float* x, int) { return load(x); }
+  static JAXKV_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 };
 
+JAXKV_INLINE U pairs_tail(const bf16* from, int64_t n) {
+  U out = {};
+  __builtin_memcpy(&out, from, size_t(n) * sizeof(bf16));
+  return out;
+}
+
+#if defined(__AVX512BF16__)
+// Pairs are multiplied and added as they are, with rounding of its own.
 template <>
 struct Reader<bf16> {
+  typedef bf16 Row;
+  static constexpr int PARTS = 1, ELEMENTS = 2 * LANES;
+  static JAXKV_INLINE U bits(const bf16* from) { return load_bits<U>(from); }
+  static JAXKV_INLINE U tail(const bf16* from, int64_t n) { return pairs_tail(from, n); }
+  static JAXKV_INLINE U part(U bits, int) { return bits; }
+  static JAXKV_INLINE U row(const bf16* x, int) { return load_bits<U>(x); }
+  static JAXKV_INLINE F multiply_add(U a, U b, F c) { return (F)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
+};
+#else
+template <>
+struct Reader<bf16> {
+  typedef float Row;
   static constexpr int PARTS = 2, ELEMENTS = 2 * LANES;
   static JAXKV_INLINE U bits(const bf16* from) { return load_bits<U>(from); }
-  static JAXKV_INLINE U tail(const bf16* from, int64_t n) {
-    U out = {};
-    __builtin_memcpy(&out, from, size_t(n) * sizeof(bf16));
-    return out;
-  }
+  static JAXKV_INLINE U tail(const bf16* from, int64_t n) { return pairs_tail(from, n); }
   static JAXKV_INLINE F part(U bits, int i) { return (F)(i == 0 ? bits << 16 : bits & 0xffff0000); }
+  static JAXKV_INLINE F row(const float* x, int i) { return load(x + i * LANES); }
+  static JAXKV_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 };
+#endif
 
 template <typename T>
-JAXKV_INLINE int64_t steps_of(int64_t width) { return (width + Reader<T>::ELEMENTS - 1) / Reader<T>::ELEMENTS; }
+JAXKV_INLINE int64_t padded_width(int64_t width) {
+  return (width + Reader<T>::ELEMENTS - 1) / Reader<T>::ELEMENTS * Reader<T>::ELEMENTS;
+}
 
-// A row as vectors of float32 in the order in which Reader gives them, with zeros behind it.
 template <typename T>
-JAXKV_INLINE void widen_row(const T* from, int64_t width, float* to) {
+constexpr bool WIDENED = sizeof(typename Reader<T>::Row) != sizeof(T);
+
+// A row of x as `part` reads it, with zeros behind it.
+template <typename T>
+JAXKV_INLINE void prepare_row(const T* from, int64_t width, typename Reader<T>::Row* to) {
   typedef Reader<T> R;
+  const auto step = [&](auto bits, int64_t k) JAXKV_LAMBDA {
+    if constexpr (WIDENED<T>) {
+      for (int i = 0; i < R::PARTS; ++i) store(to + k + i * LANES, R::part(bits, i));
+    } else {
+      store_bits(to + k, bits);
+    }
+  };
   int64_t k = 0;
-  for (; k + R::ELEMENTS <= width; k += R::ELEMENTS) {
-    const auto bits = R::bits(from + k);
-    for (int i = 0; i < R::PARTS; ++i) store(to + k + i * LANES, R::part(bits, i));
-  }
-  if (k < width) {
-    const auto bits = R::tail(from + k, width - k);
-    for (int i = 0; i < R::PARTS; ++i) store(to + k + i * LANES, R::part(bits, i));
-  }
+  for (; k + R::ELEMENTS <= width; k += R::ELEMENTS) step(R::bits(from + k), k);
+  if (k < width) step(R::tail(from + k, width - k), k);
 }
 
 // One step: ELEMENTS of each row.
 template <typename T, int ROWS, typename V>
-JAXKV_INLINE void add_step(F (&sums)[ROWS][W], const V (&weight)[W], const float* x, int64_t stride) {
-  unrolled<Reader<T>::PARTS>([&](auto i) JAXKV_LAMBDA {
-    F rows[ROWS];
-    unrolled<ROWS>([&](auto r) JAXKV_LAMBDA { rows[r] = load(x + r * stride + i * LANES); });
+JAXKV_INLINE void add_step(F (&sums)[ROWS][W], const V (&weight)[W], const typename Reader<T>::Row* x, int64_t stride) {
+  typedef Reader<T> R;
+  unrolled<R::PARTS>([&](auto i) JAXKV_LAMBDA {
+    decltype(R::row(x, 0)) rows[ROWS];
+    unrolled<ROWS>([&](auto r) JAXKV_LAMBDA { rows[r] = R::row(x + r * stride, i); });
     unrolled<W>([&](auto w) JAXKV_LAMBDA {
-      const F column = Reader<T>::part(weight[w], i);
-      unrolled<ROWS>([&](auto r) JAXKV_LAMBDA { sums[r][w] = fma(column, rows[r], sums[r][w]); });
+      const auto column = R::part(weight[w], i);
+      unrolled<ROWS>([&](auto r) JAXKV_LAMBDA { sums[r][w] = R::multiply_add(column, rows[r], sums[r][w]); });
     });
   });
 }
@@ -87,7 +117,7 @@ JAXKV_INLINE void totals(const F (&sums)[ROWS][W], F4 (&out)[ROWS]) {
 
 // The tile of ROWS rows from x on and the rows of the weight at `weight`, of which n are real.
 template <typename T, int ROWS>
-JAXKV_INLINE void tile(const T* const (&weight)[W], int64_t width, const float* x, int64_t stride, F4 (&out)[ROWS]) {
+JAXKV_INLINE void tile(const T* const (&weight)[W], int64_t width, const typename Reader<T>::Row* x, int64_t stride, F4 (&out)[ROWS]) {
   typedef Reader<T> R;
   F sums[ROWS][W] = {};
   int64_t k = 0;
@@ -105,22 +135,27 @@ JAXKV_INLINE void tile(const T* const (&weight)[W], int64_t width, const float* 
   totals(sums, out);
 }
 
-// Rows [row, row + ROWS) of y, columns [column, column + n).
+// The tile of y at (row, column), n columns wide. S is how the weight stands in memory: as T, or widened.
 template <typename T, typename S, int ROWS>
-void tile_of_y(const Product& p, const S* const (&weight)[W], int64_t width, const float* x, int64_t stride, int64_t row,
-               int64_t column, int64_t n) {
+void tile_of_y(const Product& p, const S* const (&weight)[W], int64_t width, const typename Reader<S>::Row* x, int64_t stride,
+               int64_t row, int64_t column, int64_t n) {
   F4 out[ROWS];
   tile<S, ROWS>(weight, width, x + row * stride, stride, out);
   T* y = static_cast<T*>(p.y) + row * p.outputs + column;
   for (int r = 0; r < ROWS; ++r) store4(y + r * p.outputs, n, out[r]);
 }
 
-template <typename T, typename S, int ROWS = X>
-JAXKV_INLINE void tile_of_y(int rows, const Product& p, const S* const (&weight)[W], int64_t width, const float* x, int64_t stride,
-                            int64_t row, int64_t column, int64_t n) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) return tile_of_y<T, S, ROWS>(p, weight, width, x, stride, row, column, n);
-    return tile_of_y<T, S, ROWS - 1>(rows, p, weight, width, x, stride, row, column, n);
+// The tiles of all rows of the part.
+template <typename T, typename S>
+JAXKV_INLINE void column_of_tiles(const Product& p, const Part& part, const S* const (&weight)[W], int64_t width,
+                                  const typename Reader<S>::Row* x, int64_t stride, int64_t column, int64_t n) {
+  const int64_t rows = part.row_end - part.row_begin, tiles = (rows + X - 1) / X;
+  for (int64_t i = 0; i < tiles; ++i) {  // of nearly equal heights
+    const int64_t begin = rows * i / tiles, height = rows * (i + 1) / tiles - begin;
+    unrolled<X>([&](auto less) JAXKV_LAMBDA {
+      constexpr int ROWS = X - less;
+      if (height == ROWS) tile_of_y<T, S, ROWS>(p, weight, width, x, stride, part.row_begin + begin, column, n);
+    });
   }
 }
 
@@ -128,49 +163,41 @@ constexpr int64_t WIDEN_FROM = 2 * X + 1;  // rows
 
 template <typename T>
 void part_of(const Product& p, const Part& part) {
-  const int64_t padded = steps_of<T>(p.width) * Reader<T>::ELEMENTS;
-  const float* x = static_cast<const float*>(part.x == nullptr ? p.x : part.x);
+  typedef typename Reader<T>::Row Row;
+  const int64_t padded = padded_width<T>(p.width);
+  const Row* x = static_cast<const Row*>(part.x == nullptr ? p.x : part.x);
   const int64_t stride = part.x == nullptr ? p.width : padded;
-  const int64_t rows = part.row_end - part.row_begin, tiles = (rows + X - 1) / X;
   for (int64_t column = part.begin; column < part.end; column += W) {
     const int64_t n = part.end - column < W ? part.end - column : W;
     const T* weight[W];
     for (int w = 0; w < W; ++w) weight[w] = static_cast<const T*>(p.weight) + (column + (w < n ? w : 0)) * p.width;
-    const auto all_rows = [&](auto rows_of_weight, int64_t width) JAXKV_LAMBDA {
-      int64_t row = part.row_begin;
-      for (int64_t i = 0; i < tiles; ++i) {  // of nearly equal heights
-        const int height = int(rows * (i + 1) / tiles - rows * i / tiles);
-        tile_of_y<T>(height, p, *rows_of_weight, width, x, stride, row, column, n);
-        row += height;
+    if constexpr (WIDENED<T>) {
+      if (part.row_end - part.row_begin >= WIDEN_FROM) {
+        Row* scratch = static_cast<Row*>(part.weight_scratch);
+        const Row* wide[W];
+        for (int w = 0; w < W; ++w) {
+          prepare_row(weight[w], p.width, scratch + w * padded);
+          wide[w] = scratch + w * padded;
+        }
+        column_of_tiles<T, Row>(p, part, wide, padded, x, stride, column, n);
+        continue;
       }
-    };
-    if (Reader<T>::PARTS == 1 && sizeof(T) == 4) {
-      all_rows(&weight, p.width);
-    } else if (rows < WIDEN_FROM) {
-      all_rows(&weight, p.width);
-    } else {
-      float* scratch = static_cast<float*>(part.weight_scratch);
-      const float* wide[W];
-      for (int w = 0; w < W; ++w) {
-        widen_row(weight[w], p.width, scratch + w * padded);
-        wide[w] = scratch + w * padded;
-      }
-      all_rows(&wide, padded);
     }
+    column_of_tiles<T, T>(p, part, weight, p.width, x, stride, column, n);
   }
 }
 
 template <typename T>
 int64_t row_bytes_of(const Product& p) {
-  if (sizeof(T) == 4 && p.width % LANES == 0) return 0;
-  return steps_of<T>(p.width) * Reader<T>::ELEMENTS * int64_t(sizeof(float));
+  const int64_t padded = padded_width<T>(p.width);
+  return WIDENED<T> || padded != p.width ? padded * int64_t(sizeof(typename Reader<T>::Row)) : 0;
 }
 
 template <typename T>
 void prepare_rows(const Product& p, int64_t begin, int64_t end, void* to) {
-  const int64_t padded = steps_of<T>(p.width) * Reader<T>::ELEMENTS;
   for (int64_t r = begin; r < end; ++r) {
-    widen_row(static_cast<const T*>(p.x) + r * p.width, p.width, static_cast<float*>(to) + r * padded);
+    prepare_row(static_cast<const T*>(p.x) + r * p.width, p.width,
+                static_cast<typename Reader<T>::Row*>(to) + r * padded_width<T>(p.width));
   }
 }
 
@@ -184,7 +211,7 @@ void prepare(const Product& p, int64_t begin, int64_t end, void* to) {
   return p.dtype == Dtype::bfloat16 ? prepare_rows<bf16>(p, begin, end, to) : prepare_rows<f16>(p, begin, end, to);
 }
 
-int64_t weight_bytes(const Product& p) { return p.dtype == Dtype::float32 || p.rows < WIDEN_FROM ? 0 : W * row_bytes(p); }
+int64_t weight_bytes(const Product& p) { return p.rows < WIDEN_FROM ? 0 : W * row_bytes(p); }
 
 void part(const Product& p, const Part& given) {
   if (p.dtype == Dtype::float32) return part_of<float>(p, given);

@@ -64,9 +64,19 @@ bool find(Target target) {
   }
 }
 
-Target highest() {
+// Intel's cores take two cycles for the product of pairs, and lose to widening (docs/measurements.md, "Native products"). AMD states one
+// cycle, and half of that rate for what it replaces; not measured.
+bool pairs_are_fast() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+Target best_here() {
   for (int32_t i = TARGETS - 1; i > 0; --i)
-    if (has(Target(i))) return Target(i);
+    if (has(Target(i)) && (Target(i) != Target::avx512bf16 || pairs_are_fast())) return Target(i);
   return Target::baseline;
 }
 
@@ -86,7 +96,7 @@ bool has(Target target) {
 Target current_target() {
   const int32_t number = named.load();
   if (number >= 0) return Target(number);
-  static const Target best = highest();
+  static const Target best = best_here();
   return best;
 }
 

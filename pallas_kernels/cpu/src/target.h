@@ -18,7 +18,7 @@ const char* name_of(Target target);
 // Whether this library is compiled for the target and this processor has it.
 bool has(Target target);
 
-// The one that runs where none is named: the highest there is, or what set_target has said.
+// The one that runs where none is named: what set_target has said, or the fastest there is.
 Target current_target();
 
 // Names the target that runs from now on. False, and nothing changes, where there is none of this name here.
@@ -32,8 +32,7 @@ bool resolve_target(int32_t number, Target* target);
 
 }  // namespace jaxkv
 
-// Declares `const Table& get()` in the namespace of each compiled target, and `const Table& get(Target)`, which takes the highest at or
-// below the target. Needs to stand in namespace jaxkv.
+// JAXKV_AVX2(x) is x where the library is compiled for that target, else nothing; so are the others.
 #if defined(JAXKV_WITH_AVX2)
 #define JAXKV_AVX2(...) __VA_ARGS__
 #else
@@ -44,13 +43,26 @@ bool resolve_target(int32_t number, Target* target);
 #else
 #define JAXKV_AVX512(...)
 #endif
-#define JAXKV_TABLE(Table, get)                                      \
-  namespace baseline { const Table& get(); }                         \
-  JAXKV_AVX2(namespace avx2 { const Table& get(); })                 \
-  JAXKV_AVX512(namespace avx512 { const Table& get(); })             \
-  static inline const Table& get(Target target) {                    \
-    JAXKV_AVX512(if (target >= Target::avx512) return avx512::get();) \
-    JAXKV_AVX2(if (target >= Target::avx2) return avx2::get();)      \
-    (void)target;                                                    \
-    return baseline::get();                                          \
+#if defined(JAXKV_WITH_AVX512BF16)
+#define JAXKV_AVX512BF16(...) __VA_ARGS__
+#else
+#define JAXKV_AVX512BF16(...)
+#endif
+
+// Declares `const Table& get()` in the namespace of each compiled target, and `const Table& get(Target)`, which takes the highest at or
+// below the target. Stands in namespace jaxkv. What is compiled for AVX-512 BF16, too, takes the second form.
+#define JAXKV_TABLE(Table, get) JAXKV_TABLE_OF(Table, get, )
+#define JAXKV_TABLE_WITH_BF16(Table, get)                              \
+  JAXKV_AVX512BF16(namespace avx512bf16 { const Table& get(); })       \
+  JAXKV_TABLE_OF(Table, get, JAXKV_AVX512BF16(if (target >= Target::avx512bf16) return avx512bf16::get();))
+#define JAXKV_TABLE_OF(Table, get, higher)                             \
+  namespace baseline { const Table& get(); }                           \
+  JAXKV_AVX2(namespace avx2 { const Table& get(); })                   \
+  JAXKV_AVX512(namespace avx512 { const Table& get(); })               \
+  static inline const Table& get(Target target) {                      \
+    higher                                                             \
+    JAXKV_AVX512(if (target >= Target::avx512) return avx512::get();)  \
+    JAXKV_AVX2(if (target >= Target::avx2) return avx2::get();)        \
+    (void)target;                                                      \
+    return baseline::get();                                            \
   }

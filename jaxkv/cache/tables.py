@@ -81,13 +81,14 @@ class Tables:
         return self.block_tables if rows is None else self.block_tables[rows]
 
     def with_pages(
-        self, page: Int[Array, "seqs width"], taken: Bool[Array, "seqs width"], copies: Bool[Array, " seqs"]
+        self, page: Int[Array, "seqs width"], taken: Bool[Array, "seqs width"], copies: Bool[Array, " seqs"] | None
     ) -> "Tables":
         """Each row's taken pages behind those it holds; the first one of a row that copies takes its last page's place."""
         nth = jnp.arange(page.shape[1], dtype=jnp.int32)[None, :]
-        last = self.lengths // self.page_size
-        behind = (self.pages_held() - copies.astype(jnp.int32))[:, None] + nth
-        entry = jnp.where((nth == 0) & copies[:, None], last[:, None], behind)
+        entry = self.pages_held()[:, None] + nth
+        if copies is not None:
+            last = self.lengths // self.page_size
+            entry = jnp.where((nth == 0) & copies[:, None], last[:, None], entry - copies.astype(jnp.int32)[:, None])
         rows = jnp.broadcast_to(jnp.arange(self.max_seqs, dtype=jnp.int32)[:, None], entry.shape)
         tables = self.block_tables.at[rows, jnp.where(taken, entry, self.pages_per_seq)].set(page, mode="drop")
         return dataclasses.replace(self, block_tables=tables)

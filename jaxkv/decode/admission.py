@@ -6,11 +6,14 @@ See `jaxkv.decode.device_scheduler` for the picture and the words request and ro
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxkv.cache.paged_kv_cache import when
 from jaxkv.decode.run_state import Job, Run
+from jaxkv.decode.step import StepInputs
 from pallas_kernels.varying import while_loop
 
 
@@ -80,11 +83,22 @@ def _find_source(
     return source, jnp.where(found, shared, 0), ~found & (computing | offered_earlier)
 
 
-def make_room(run: Run, num_tokens: Callable[[Run], Array]) -> Run:
-    """Preempt the youngest rows until the pages for the next step's tokens, i32[seqs] of a state, are there."""
+def make_room(run: Run, next_inputs: Callable[[Run], StepInputs], *, shared: bool) -> tuple[Run, StepInputs]:
+    """Preempt the youngest rows until the pages for the next step's tokens are there.
 
-    def short(r: Run) -> Array:
-        return jnp.sum(r.cache.pages_needed(num_tokens(r)), dtype=jnp.int32) > r.cache.num_free
+    Args:
+      run: the state.
+      next_inputs: the step's tokens, of a state. In the program once: the first turn of the loop preempts nobody.
+      shared: whether rows may share pages.
+
+    Returns:
+      The state, and its next inputs.
+    """
+
+    def short(r: Run, inputs: StepInputs) -> Array:
+        tokens = inputs.num_tokens()
+        need = r.cache.pages_needed(tokens) if shared else r.cache.tables.pages_missing(tokens)
+        return jnp.sum(need, dtype=jnp.int32) > r.cache.num_free
 
     def preempt(r: Run) -> Run:
         youngest = lax.argmax(jnp.where(r.live, r.row_request, -1), 0, jnp.int32)
@@ -97,4 +111,13 @@ def make_room(run: Run, num_tokens: Callable[[Run], Array]) -> Run:
             preemptions=r.preemptions + 1,
         )
 
-    return while_loop(short, preempt, run)
+    def turn(state: tuple[Run, StepInputs, Array, Array]) -> tuple[Run, StepInputs, Array, Array]:
+        r = when(state[3], preempt, state[0])
+        inputs = next_inputs(r)
+        again = short(r, inputs)
+        return r, inputs, again, again
+
+    inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(next_inputs, run))
+    yes, no = jnp.ones((), bool), jnp.zeros((), bool)
+    run, inputs, _, _ = while_loop(lambda s: s[2], turn, (run, inputs, yes, no))
+    return run, inputs

@@ -113,12 +113,8 @@ def beam_search(
     if shapes_are_the_callers(job):
         return _beam_search(model, job, search, sizes)
     given = (num_pages is not None, prefill_chunk is not None)
-    out = _beam_search(model, *on_a_rung(model, job, search, sizes, given))
-    results = (
-        cut(out.tokens, len(lengths), search.num_return, max_new),
-        *(cut(x, len(lengths), search.num_return) for x in out[1:3]),
-    )
-    return BeamSearchOutput(*results, out.steps, out.peak_pages)
+    out, shape = _beam_search(model, *on_a_rung(model, job, search, sizes, given)), (len(lengths), search.num_return)
+    return BeamSearchOutput(cut(out.tokens, *shape, max_new), *(cut(x, *shape) for x in out[1:3]), out.steps, out.peak_pages)
 
 
 def _rules(length_penalty: Any, early_stopping: Any, max_new: int) -> Rules:

@@ -19,21 +19,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache, when
+from jaxkv.cache.pages import Pages
 from jaxkv.decode.admission import admit, make_room, rows_due
 from jaxkv.decode.choice import choose, note
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run
-from jaxkv.decode.step import StepInputs, step_logits
+from jaxkv.decode.step import StepInputs
 from jaxkv.model.decoder import Decoder
 from pallas_kernels.key_blocks import order_of
-from pallas_kernels.varying import while_loop
+from pallas_kernels.varying import vary_like, while_loop
 
 
 def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None = None) -> Run:
     """Step until everything is done, or until `run.steps` reaches `until`.
 
-    Steps with a chunk of prompts and steps of decode rows alone are two programs, so that the latter do not pay for an empty
-    chunk: two loops that take turns inside a third. They return to it when a row ends, since the code that fills rows is
-    large and stands in the program but once; and they take at least one step, as it may have found no room.
+    One loop, in which every part of the program stands once: rows are filled where that is due, room is made for the next tokens, and the
+    model runs with a chunk of prompts or, so that nobody pays for an empty chunk, without one.
     """
 
     def in_time(r: Run) -> Array:
@@ -41,28 +41,18 @@ def advance(model: Decoder, job: Job, run: Run, plan: Plan, until: Array | None 
 
     take_step = run_step if plan.speculation is None else plan.speculation.run_step
 
-    def steps(chunk: Chunk, state: tuple[Run, Array]) -> tuple[Run, Array]:
-        """Steps of one kind for as long as they are due; the flag says that none was taken since rows were filled."""
-
-        def due(state: tuple[Run, Array]) -> Array:
-            r, rested = state
-            kind = _chunk_pays(job, r, plan.chunk) == (chunk.pieces > 0)
-            return jnp.any(r.live) & in_time(r) & kind & (rested | ~rows_due(job, r))
-
-        def turn(state: tuple[Run, Array]) -> tuple[Run, Array]:
-            r = state[0]
-            passed_over = jnp.sum(_to_prefill(r.missing(job)) > 0, dtype=jnp.int32)
-            waited = 0 if chunk.pieces else r.waited + passed_over
-            r = dataclasses.replace(r, waited=jnp.asarray(waited, jnp.int32))
-            return take_step(model, job, r, plan, chunk), jnp.zeros_like(state[1])
-
-        return while_loop(due, turn, state)
-
-    def turns(r: Run) -> Run:
+    def turn(r: Run) -> Run:
         r = when(rows_due(job, r), lambda r: admit(job, r), r)
-        return steps(Chunk(), steps(plan.chunk, (r, jnp.ones((), bool))))[0]
+        return when(jnp.any(r.live), lambda r: take_step(model, job, *_count_waiting(job, r, plan), plan), r)
 
-    return while_loop(lambda r: (jnp.any(r.live) | r.waiting(job)) & in_time(r), turns, run)
+    return while_loop(lambda r: (jnp.any(r.live) | r.waiting(job)) & in_time(r), turn, run)
+
+
+def _count_waiting(job: Job, run: Run, plan: Plan) -> tuple[Run, Array]:
+    """Whether the next step takes a chunk, and the state that knows how long prompts have been passed over."""
+    pays = _chunk_pays(job, run, plan.chunk)
+    passed_over = jnp.sum(_to_prefill(run.missing(job)) > 0, dtype=jnp.int32)
+    return dataclasses.replace(run, waited=jnp.where(pays, 0, run.waited + passed_over)), pays
 
 
 def _to_prefill(missing: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
@@ -84,17 +74,15 @@ def _chunk_pays(job: Job, run: Run, chunk: Chunk) -> Array:
     return (pieces > 0) & (~jnp.any(missing == 1) | (idle_cost * run.waited >= empty))
 
 
-def next_inputs(job: Job, run: Run, chunk: Chunk) -> StepInputs:
-    """The next tokens: one of each decoding row, and as many pieces of rows that are still prefilling as the chunk takes, the
-    oldest row's first."""
+def next_inputs(job: Job, run: Run, chunk: Chunk, pays: Array) -> StepInputs:
+    """The next tokens: one of each decoding row and, where a chunk pays, as many pieces of rows that are still prefilling as the chunk
+    takes, the oldest row's first."""
     missing, lengths = run.missing(job), run.cache.lengths
     decode = run.token_at(job, run.row_request, lengths)
     decode_count = (missing == 1).astype(jnp.int32)
-    if not chunk.pieces:
-        return StepInputs.decode(decode, decode_count)
-    if missing.shape[0] == 1:  # the only row does not decode beside its own prompt: a third of the program less to compile
-        decode = decode[:0]
-    missing = _to_prefill(missing)
+    if missing.shape[0] == 1:  # the only row does not decode beside its own prompt
+        decode_count = jnp.where(pays, 0, decode_count)
+    missing = jnp.where(pays, _to_prefill(missing), 0)
     oldest = order_of(jnp.where(missing > 0, run.row_request, run.requests))
     missing = missing[oldest]
     pieces = -(-missing // chunk.width)
@@ -108,15 +96,24 @@ def next_inputs(job: Job, run: Run, chunk: Chunk) -> StepInputs:
     return StepInputs(decode, decode_count, tokens, row, count)
 
 
-def run_step(model: Decoder, job: Job, run: Run, plan: Plan, chunk: Chunk) -> Run:
-    """One step of the model, and the tokens it gives."""
-    run = make_room(run, lambda r: next_inputs(job, r, chunk).num_tokens())
-    inputs = next_inputs(job, run, chunk)
+def run_step(model: Decoder, job: Job, run: Run, pays: Array, plan: Plan) -> Run:
+    """One step of the model, with a chunk where `pays` holds, and the tokens it gives."""
+    shared = job.num_samples > 1
+    run, inputs = make_room(run, lambda r: next_inputs(job, r, plan.chunk, pays), shared=shared)
     num_tokens = inputs.num_tokens()
     known = run.known(job, run.row_request)
-    cache = run.cache.allocate(num_tokens, max_tokens=max(chunk.tokens, 1)).advance(num_tokens)
-    logits, pages = step_logits(model, inputs, cache.tables, cache.pages, plan.numerics)
-    cache = cache.with_pages(pages)
+    cache = run.cache.reserve(num_tokens, max_tokens=plan.chunk.tokens, shared=shared).advance(num_tokens)
+
+    def forward(inputs: StepInputs, state: tuple[tuple[Pages, ...], Array]) -> tuple[tuple[Pages, ...], Array]:
+        segments = inputs.segments(cache.lengths)
+        hidden, pages = model.forward_paged(inputs.tokens(), segments, cache.tables, state[0], plan.numerics)
+        return pages, inputs.last_of_each(hidden)
+
+    nothing = jnp.zeros((cache.max_seqs, model.config.hidden_size), model.config.dtype)
+    state = vary_like((cache.pages, nothing), model, run, job)
+    state = when(pays, lambda s: forward(inputs.beside_chunk(), s), state)
+    pages, hidden = when(~pays, lambda s: forward(inputs.without_chunk(), s), state)
+    logits, cache = model.logits(hidden, plan.numerics), cache.with_pages(pages)
     produced = (num_tokens > 0) & (cache.lengths == known)
     request = jnp.where(run.live, run.row_request, 0)
     run, index = count_step(run, cache), run.out_lengths[request]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.cache.paged_kv_cache import PagedKVCache
+from jaxkv.cache.paged_kv_cache import PagedKVCache, when
 from jaxkv.cache.pages import Pages
 from jaxkv.decode.admission import make_room
 from jaxkv.decode.choice import choose, note
 from jaxkv.decode.device_scheduler import count_step, next_inputs
-from jaxkv.decode.run_state import Chunk, Job, Plan, Run
+from jaxkv.decode.run_state import Job, Plan, Run
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.segments import Segment
@@ -32,10 +32,14 @@ class Speculation:
     num_tokens: int
     max_ngram: int | None
 
-    def run_step(self, model: Decoder, job: Job, run: Run, plan: Plan, chunk: Chunk) -> Run:
-        """One step of the model, and the one or more tokens it gives to each row."""
-        run = make_room(run, lambda r: next_inputs(job, r, chunk).num_tokens())
-        inputs = next_inputs(job, run, chunk)
+    def run_step(self, model: Decoder, job: Job, run: Run, pays: Array, plan: Plan) -> Run:
+        """One step of the model, with a chunk where `pays` holds, and the one or more tokens it gives to each row."""
+        run, inputs = make_room(run, lambda r: next_inputs(job, r, plan.chunk, pays), shared=job.num_samples > 1)
+        with_chunk = lambda r: self._step(model, job, r, plan, inputs.beside_chunk())
+        without = lambda r: self._step(model, job, r, plan, inputs.without_chunk())
+        return when(~pays, without, when(pays, with_chunk, run))
+
+    def _step(self, model: Decoder, job: Job, run: Run, plan: Plan, inputs: StepInputs) -> Run:
         known = run.known(job, run.row_request)
         request = jnp.where(run.live, run.row_request, 0)
         room = job.limits[job.prompt_of(request)] - run.out_lengths[request] - 1
@@ -49,7 +53,8 @@ class Speculation:
         count = jnp.where(jnp.sum(run.cache.pages_needed(wanted), dtype=jnp.int32) > run.cache.num_free, 0, count)
 
         num_tokens = inputs.num_tokens() + count
-        cache = run.cache.allocate(num_tokens, max_tokens=max(chunk.tokens, 1 + self.num_tokens))
+        most = max(inputs.chunk_tokens.size, 1 + self.num_tokens)
+        cache = run.cache.reserve(num_tokens, max_tokens=most, shared=job.num_samples > 1)
         if job.draft is not None:
             drafted = dataclasses.replace(run, cache=cache)
             cache, guesses = self._draft(len(model.layers), job, drafted, plan, inputs, count)

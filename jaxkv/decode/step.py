@@ -50,6 +50,16 @@ class StepInputs:
         none = jnp.zeros(0, jnp.int32)
         return cls(tokens, count, none[:, None], none, none)
 
+    def without_chunk(self) -> "StepInputs":
+        """The decode rows alone."""
+        return StepInputs.decode(self.decode_tokens, self.decode_count)
+
+    def beside_chunk(self) -> "StepInputs":
+        """The same, of a step with a chunk: an only row has no decode token beside its own prompt, a third less to compile."""
+        if self.decode_count.shape[0] > 1:
+            return self
+        return dataclasses.replace(self, decode_tokens=self.decode_tokens[:0])
+
     @property
     def queries(self) -> int:
         """Decode tokens of each row, taken or not."""

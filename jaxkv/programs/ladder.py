@@ -2,7 +2,7 @@
 
     what                                rungs                       why no finer
     tokens of a sequence                1,024  4,096  16,384 ...    a wider table costs memory, no time
-    tokens of a prompt                  64, then as a sequence      a short prompt's chunk costs a quarter of a long one's
+    tokens of a prompt                  16  64, then as a sequence  a chunk of short prompts costs a quarter, and a quarter of that
     rows, prompts                       1  2  4  8  16 ...          a row costs its share of a step
     end tokens                          4  8  16 ...                compared with each token, for nothing
     pages                               128 MiB, four times that ...    memory alone, so the smallest rung is what nobody misses
@@ -15,8 +15,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-SEQUENCE, PROMPT, GROWTH = 1024, 64, 4
-"""Tokens of the shortest sequence and of the shortest prompt that a program has room for, and the factor from rung to rung."""
+SEQUENCE, GROWTH = 1024, 4
+"""Tokens of the shortest sequence that a program has room for, and the factor from rung to rung."""
+PROMPTS = (16, 64)
+"""Tokens of short prompts."""
 ENDS = 4
 COMPUTED = 16
 POOL_BYTES = 128 * 2**20
@@ -47,7 +49,8 @@ def sequence(tokens: int, most: int) -> int:
 
 def prompt(tokens: int, most: int) -> int:
     """Width of an array of prompts, of up to `tokens` each."""
-    return min(PROMPT, most) if tokens <= PROMPT else sequence(tokens, most)
+    short = [size for size in PROMPTS if tokens <= size]
+    return min(short[0], most) if short else sequence(tokens, most)
 
 
 def ends(count: int) -> int:

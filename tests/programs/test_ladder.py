@@ -26,9 +26,9 @@ def test_what_a_model_allows_is_never_exceeded_and_always_enough(tokens: int, mo
         assert tokens <= room <= most
 
 
-def test_a_session_of_short_texts_has_two_widths_and_one_room() -> None:
+def test_a_session_of_short_texts_has_three_widths_and_one_room() -> None:
     lengths = range(1, 1025)
-    assert {ladder.prompt(n, 8192) for n in lengths} == {64, 1024}
+    assert {ladder.prompt(n, 8192) for n in lengths} == {16, 64, 1024}
     assert {ladder.sequence(n, 8192) for n in lengths} == {1024}
     assert {ladder.rows(n, 64) for n in range(1, 100)} == {1, 2, 4, 8, 16, 32, 64}
     assert {ladder.computed(n) for n in range(1, 129)} == {1, 16, 32, 64, 128}

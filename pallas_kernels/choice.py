@@ -102,6 +102,8 @@ def native_refusal(place: Place) -> str | None:
             "XLA divides the program's arrays over several devices, and would gather all of them on each for a call of native code; "
             "call it inside jax.shard_map over all axes of the mesh"
         )
+    if place.exported:
+        return "the program is exported, and the native kernels belong to this installation"
     return library.why_not()
 
 
@@ -117,8 +119,8 @@ def choose(
     """(name, generation for which a kernel is configured) of what runs on the platform that is lowered for.
 
     Args:
-      implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "cpu" on a CPU where the native kernels are
-        built and the arrays are not divided over devices by XLA, "xla" elsewhere.
+      implementation: a name, or None for the best: "triton" on an NVIDIA GPU that can run it, "cpu" on a CPU where `native_refusal` has
+        nothing against it, "xla" elsewhere.
       place: what is lowered for.
       capability: of `gpu.named_capability` at the call.
       shape, page_dtype: of the pages.

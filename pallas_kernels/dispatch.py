@@ -33,17 +33,19 @@ class Place(NamedTuple):
       platform: one of PLATFORMS or "other".
       divided: XLA divides the program's arrays over several devices, and does not tell how. A call of foreign code would make it gather
         every operand on every device, silently. Inside `jax.shard_map` over all axes the arrays are one device's own: not divided.
+      exported: it is lowered by `jax.export`, to run where this process's foreign code may not be.
     """
 
     platform: str
     divided: bool = False
+    exported: bool = False
 
 
 def _divided(axes: Any) -> bool:
     """Whether XLA divides arrays in a program that is lowered in jax's axis context."""
     if hasattr(axes, "num_devices"):
         return axes.num_devices > 1
-    return math.prod(size for axis, size in axes.mesh.shape.items() if axis not in axes.manual_axes) > 1
+    return hasattr(axes, "mesh") and math.prod(n for axis, n in axes.mesh.shape.items() if axis not in axes.manual_axes) > 1
 
 
 def _result_types(arguments: Sequence[ShapedArray], results: Sequence[jax.ShapeDtypeStruct]) -> list:
@@ -68,13 +70,17 @@ def _rule(run: Callable, platform: str) -> Callable:
 
     Inside it no array varies over manual mesh axes: the operation's result says what does, and `run` need not mark its constants.
     """
-    lower = {divided: mlir.lower_fun(functools.partial(run, Place(platform, divided))) for divided in (False, True)}
+
+    @functools.cache
+    def lower(place: Place) -> Callable:
+        return mlir.lower_fun(functools.partial(run, place))
 
     def rule(context, *arrays, **static):
-        divided = _divided(context.module_context.axis_context)
+        module = context.module_context
+        place = Place(platform, _divided(module.axis_context), module.lowering_parameters.for_export)
         local = [a.update(manual_axis_type=type(a.manual_axis_type)()) for a in context.avals_in]
         with lowering_context(platform):
-            return lower[divided](context.replace(avals_in=local), *arrays, **static)
+            return lower(place)(context.replace(avals_in=local), *arrays, **static)
 
     return rule
 

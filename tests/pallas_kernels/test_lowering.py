@@ -17,9 +17,11 @@ from kernel_calls import NATIVE
 from kernel_oracle import make_case
 
 import pallas_kernels
+from pallas_kernels.cpu import library
 from pallas_kernels.tools.targets import TARGETS, target_mesh
 
 TRITON = "__gpu$xla.gpu.triton"
+NATIVE_CALLS = {"paged_attention": "jaxkv_attention", "write_pages": "jaxkv_write_pages", "product": "jaxkv_product"}
 MODERN = jax.__version_info__ >= (0, 11)
 
 
@@ -49,9 +51,11 @@ def kernels(text: str) -> list[str]:
 
 class TestChoice:
     @pytest.mark.parametrize(("operation", "calls"), [("paged_attention", 2), ("write_pages", 1), ("product", 0)])
-    def test_the_best_is_triton_for_cuda_and_plain_xla_elsewhere(self, operation: str, calls: int):
+    def test_the_best_is_triton_for_cuda_native_for_cpu_and_plain_xla_elsewhere(self, operation: str, calls: int):
         assert kernels(lowered(operation, ("cuda",))) == calls * [TRITON]
-        for platform in ("cpu", "tpu", "rocm"):
+        native = library.available()
+        assert [name.rpartition("_")[0] for name in kernels(lowered(operation, ("cpu",)))] == native * [NATIVE_CALLS[operation]]
+        for platform in ("tpu", "rocm"):
             assert kernels(lowered(operation, (platform,))) == []
 
     @pytest.mark.parametrize("operation", ["paged_attention", "write_pages"])

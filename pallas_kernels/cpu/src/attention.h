@@ -48,6 +48,9 @@ struct AttentionKernels {
   void (*attend)(const Attention& call, const Part& part, float* scratch);
   // Merges `count` partial results that lie one after the other, in their order, and writes the result of the part's query rows.
   void (*merge)(const Attention& call, const Part& part, int64_t count);
+  // The exp and tanh of one number that the kernels compute with, for those who measure them.
+  float (*exp)(float x);
+  float (*tanh)(float x);
 };
 
 JAXKV_TABLE(AttentionKernels, attention_kernels)

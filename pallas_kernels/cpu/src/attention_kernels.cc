@@ -70,13 +70,12 @@ const WideBlock& widened(const Attention& call, const Block<T>& block, const Scr
 }
 
 template <typename T>
-void tiles_over_block(const Attention& call, const Part& part, const Tile* tiles, int count, int64_t number, const Scratch& room) {
-  Block<T> block;
-  find(call, part, number, &block);
+void tiles_over_block(const Attention& call, const Part& part, const Tile* tiles, int count, int64_t number, const Block<T>& block,
+                      const Block<T>& next, const Scratch& room) {
   if (block.low >= block.high) return;
   WideBlock wide;
   if (tiles[0].vectors != 0) widened(call, block, room, &wide);
-  if (tiles[count - 1].vectors == 0) turn_keys(block, call.head_dim, room.k_turned);
+  if (tiles[count - 1].vectors == 0) turn_keys(block, next, call.head_dim, room.k_turned);
   for (int i = 0; i < count; ++i) {
     switch (tiles[i].vectors) {
       case 0: rows_over_block(call, part, tiles[i], block, number, room); break;
@@ -157,12 +156,19 @@ void attend_pages(const Attention& call, const Part& part, float* memory) {
   const Scratch room(memory, call.head_dim);
   Tile tiles[MOST_TILES];
   const int count = make_tiles(call, part, room, tiles);
+  Block<T> blocks[2];
+  find(call, part, part.begin_block, &blocks[part.begin_block % 2]);
   bool begun = false;
   for (int64_t begin = part.begin_block; begin < part.end_block;) {
     const int64_t cut = (begin / SPAN_BLOCKS + 1) * SPAN_BLOCKS, end = cut < part.end_block ? cut : part.end_block;
     for (int64_t i = 0; i < PART_ROWS; ++i) room.top[i] = LOWEST, room.total[i] = 0;
     __builtin_memset(room.values, 0, size_t(PART_ROWS * wide_of(call.head_dim)) * sizeof(float));
-    for (int64_t block = begin; block < end; ++block) tiles_over_block<T>(call, part, tiles, count, block, room);
+    for (int64_t i = begin; i < end; ++i) {
+      Block<T>& next = blocks[(i + 1) % 2];
+      next.low = next.high = 0;
+      if (i + 1 < part.end_block) find(call, part, i + 1, &next);
+      tiles_over_block(call, part, tiles, count, i, blocks[i % 2], next, room);
+    }
     float* const out = part.partial != nullptr ? part.partial : begun ? room.next : room.running;
     give_partial(call, part, tiles, count, out);
     if (begun) merge_partial(part.rows, call.head_dim, room.running, room.next);
@@ -191,7 +197,8 @@ void merge(const Attention& call, const Part& part, int64_t count) {
 }  // namespace
 
 const AttentionKernels& attention_kernels() {
-  static constexpr AttentionKernels kernels{scratch_floats, attend, merge};
+  static constexpr AttentionKernels kernels{scratch_floats, attend, merge, [](float x) { return exp_of(splat(x))[LANES - 1]; },
+                                            [](float x) { return tanh_of(splat(x))[LANES - 1]; }};
   return kernels;
 }
 

@@ -11,10 +11,23 @@ constexpr int KEY_VECTORS = BLOCK / LANES < 4 ? BLOCK / LANES : 4;  // vectors o
 constexpr int ROWS_AT_ONCE = LANES == 16 ? 4 : 2;
 constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 2;
 
+// Asks the memory for LANES tokens of the next block: pages lie anywhere, so that the processor does not guess where it will be read.
+template <typename T>
+JAXKV_INLINE void prefetch(const Block<T>& next, int32_t t, int64_t head_dim) {
+  for (int32_t i = t > next.low ? t : next.low; i < t + LANES && i < next.high; ++i) {
+    for (int64_t d = 0; d < head_dim; d += int64_t(64 / sizeof(T))) {
+      __builtin_prefetch(next.k[i] + d);
+      __builtin_prefetch(next.v[i] + d);
+    }
+  }
+}
+
 // [wide, BLOCK]: feature by feature, the keys from low to high - 1 and zeros beside them, in whole vectors.
 template <typename T>
-void turn_keys(const Block<T>& block, int64_t head_dim, float* turned) {
-  for (int32_t t = block.low / LANES * LANES; t < block.high; t += LANES) {
+void turn_keys(const Block<T>& block, const Block<T>& next, int64_t head_dim, float* turned) {
+  for (int32_t t = 0; t < BLOCK; t += LANES) {
+    prefetch(next, t, head_dim);
+    if (t + LANES <= block.low || t >= block.high) continue;
     for (int64_t d = 0; d < head_dim; d += LANES) {
       F x[LANES];
       for (int i = 0; i < LANES; ++i)

@@ -12,7 +12,8 @@ HERE = Path(__file__).parent
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_products_of_random_shapes(sanitizer: str, tmp_path: Path):
+@pytest.mark.parametrize(("operation", "cases"), [("product", 500), ("attention", 60)])
+def test_random_shapes(operation: str, cases: int, sanitizer: str, tmp_path: Path):
     configure = [
         "cmake",
         "-S",
@@ -22,7 +23,11 @@ def test_products_of_random_shapes(sanitizer: str, tmp_path: Path):
         "-DCMAKE_BUILD_TYPE=Release",
         f"-DJAXKV_SANITIZE={sanitizer}",
     ]
-    configure += [f"-DJAXKV_DRIVER={HERE / 'product_driver.cc'}", "-DJAXKV_OPERATION=product"]
-    for command in (configure, ["cmake", "--build", str(tmp_path), "--parallel", "2"], [str(tmp_path / "jaxkv_cpu"), "500"]):
+    configure += [f"-DJAXKV_DRIVER={HERE / f'{operation}_driver.cc'}", f"-DJAXKV_OPERATION={operation}"]
+    for command in (
+        configure,
+        ["cmake", "--build", str(tmp_path), "--parallel", "2"],
+        [str(tmp_path / "jaxkv_cpu"), str(cases)],
+    ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@
     PagedKVCache.create, extend, step                  the cache by hand: allocate, fork, truncate, free
     save(model, folder, tokenizer=tokenizer)           files that transformers loads, too
     AutoModelForCausalLM.from_pretrained(name)         the names of transformers, and its `generate`
+    kernels()                                          which implementation runs on this machine, and why not another
     viz.page_map(cache), viz.record(model, ...)        pictures of a cache at work
     keep_programs()                                    compiled programs are kept on disk for the next process
 
@@ -36,6 +37,7 @@ from jaxkv.decode.step import StepInputs, step
 from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
 from jaxkv.programs import keep_programs
+from jaxkv.ops.kernels import Kernels, kernels
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.rl.score import score
 from jaxkv.text import Detokenizer
@@ -79,6 +81,7 @@ __all__ = [
     "Draft",
     "GenerateOutput",
     "GenerateStats",
+    "Kernels",
     "Mismatch",
     "ModelConfig",
     "NGram",
@@ -93,6 +96,7 @@ __all__ = [
     "generate",
     "generate_naive",
     "keep_programs",
+    "kernels",
     "load",
     "mismatch",
     "sample",

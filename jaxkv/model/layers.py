@@ -16,12 +16,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+import pallas_kernels
 from jaxkv.cache.pages import Pages
 from jaxkv.config import Activation, ModelConfig
 from jaxkv.model.attend import AttentionSpec
-from jaxkv.model.rotary import rotate
 from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import Numerics
+from pallas_kernels.rotation_xla import rotate, split
 from pallas_kernels.row_tiles import in_row_tiles
 
 
@@ -151,14 +152,16 @@ class Attention(nnx.Module):
         self, x: Float[Array, "tokens hidden"], angles: Angles, attend: Attend, pages: Pages | None
     ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
         """Attention's contribution to the residual stream, and the pages with the new tokens in."""
-        c, tokens, numerics = self.config, x.shape[0], attend.numerics
+        tokens, numerics = x.shape[0], attend.numerics
         qkv = linear(x, value(self.qkv), optional(self.qkv_bias), numerics)
-        q = qkv[:, :, : c.q_per_kv].reshape(tokens, c.num_heads, c.head_dim)
-        k, v = qkv[:, :, c.q_per_kv], qkv[:, :, c.q_per_kv + 1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, numerics), self.k_norm(k, numerics)
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        if self.q_norm is None and angles is not None:
+            q, k, v = pallas_kernels.split_rotated(qkv, *angles, implementation=numerics.product)
+        else:
+            q, k, v = split(qkv)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q, numerics), self.k_norm(k, numerics)
+            if angles is not None:
+                q, k = rotate(q, *angles), rotate(k, *angles)
         with jax.named_scope("attend"):
             context, pages = attend(self.spec, q, k, v, pages)
         return linear(context.reshape(tokens, -1), value(self.out), optional(self.out_bias), numerics), pages

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the angles of every token, worked out once a step, and the rotation of queries and keys by them."""
+"""Rotary position embeddings: the angles of every token, worked out once a step."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,14 +57,3 @@ def rotary_tables(
     # Unfused, because XLA on CPU would compute cosine and sine again for every head of every layer.
     cos, sin = unfused(lambda a: jnp.stack([jnp.cos(a), jnp.sin(a)]) * rope.attention_factor, angles)
     return cos, sin
-
-
-def rotate(x: Float[Array, "tokens heads head_dim"], tables: tuple[Array, Array]) -> Float[Array, "tokens heads head_dim"]:
-    """Turn the leading 2 * half dimensions of each head: dimension i with dimension i + half (Hugging Face's layout)."""
-    cos, sin = (t[:, None, None, :] for t in tables)
-    half = cos.shape[-1]
-    pairs = x[..., : 2 * half].reshape(*x.shape[:-1], 2, half).astype(jnp.float32)
-    # The other number of each pair comes from reversing an axis: XLA on CPU would copy two concatenated halves number by number.
-    turned = pairs * cos + pairs[..., ::-1, :] * jnp.concatenate([-sin, sin], axis=-2)
-    turned = turned.astype(x.dtype).reshape(*x.shape[:-1], 2 * half)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)

@@ -12,6 +12,7 @@
     PagedKVCache.create, extend, step                  the cache by hand: allocate, fork, truncate, free
     save(model, folder, tokenizer=tokenizer)           files that transformers loads, too
     AutoModelForCausalLM.from_pretrained(name)         the names of transformers, and its `generate`
+    kernels()                                          which implementation runs on this machine, and why not another
     viz.page_map(cache), viz.record(model, ...)        pictures of a cache at work
 
 Each says in its docstring what it takes and what it raises. Tokens and text (`jaxkv.text`) and the command line (`python -m jaxkv`)
@@ -34,6 +35,7 @@ from jaxkv.decode.speculative import Draft, NGram
 from jaxkv.decode.step import StepInputs, step
 from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
+from jaxkv.ops.kernels import Kernels, kernels
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.rl.score import score
 from jaxkv.text import Detokenizer
@@ -77,6 +79,7 @@ __all__ = [
     "Draft",
     "GenerateOutput",
     "GenerateStats",
+    "Kernels",
     "Mismatch",
     "ModelConfig",
     "NGram",
@@ -90,6 +93,7 @@ __all__ = [
     "extend",
     "generate",
     "generate_naive",
+    "kernels",
     "load",
     "mismatch",
     "sample",

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "bench": "config cache model jaxkv",
     "cli": "config cache model weights decode text viz bench jaxkv",
     "__main__": "cli",
-    "__init__": "config cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
+    "__init__": "config ops cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
 }
 # A cache and a result draw themselves in a notebook, and load what draws them only then.
 LOADED_WHEN_DRAWN = {("cache/paged_kv_cache.py", "viz"), ("decode/outputs.py", "viz")}

@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         "steps": int(result.stats.steps),
         "preemptions": int(result.stats.preemptions),
         "nonfinite": int(result.stats.nonfinite),
+        "kernels": str(jaxkv.kernels()),
     }
     if args.json:
         print(json.dumps({"model": args.model, "results": _results(prompts, rows, answers, result), "stats": stats}))

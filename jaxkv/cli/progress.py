@@ -71,5 +71,6 @@ def summary(stats: dict[str, Any]) -> str:
     return (
         f"prompt: {stats['prompt_tokens']} tokens{speed('prompt_tokens_per_second')} | "
         f"decode: {stats['generated_tokens']} tokens{speed('decode_tokens_per_second')} | "
-        f"pages: {stats['pages_used']} of {stats['page_size']} tokens | compile: {stats['compile_seconds']:.1f} s"
+        f"pages: {stats['pages_used']} of {stats['page_size']} tokens | compile: {stats['compile_seconds']:.1f} s | "
+        f"kernels: {stats['kernels']}"
     )

@@ -11,13 +11,16 @@ import jax
 import pytest
 from tiny import byte_tokenizer, save_model
 
+import jaxkv
 from jaxkv.cli.generate import use_compilation_cache
 from jaxkv.cli.main import main
 from jaxkv.cli.progress import Clock
 from jaxkv.cli.prompts import padded
 
 NEW = 8
-FIGURES = re.compile(r"prompt: \d+ tokens.* \| decode: \d+ tokens.* \| pages: \d+ of \d+ tokens \| compile: \d+\.\d s$")
+FIGURES = re.compile(
+    r"prompt: \d+ tokens.* \| decode: \d+ tokens.* \| pages: \d+ of \d+ tokens \| compile: \d+\.\d s \| kernels: \w+.*$"
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,7 @@ def test_json_is_all_of_stdout(capsys, folder) -> None:
     assert stats["generated_tokens"] == sum(len(r["token_ids"]) for r in report["results"])
     assert stats["page_size"] == 16
     assert stats["pages_used"] == 2
+    assert stats["kernels"] == str(jaxkv.kernels())
 
 
 def test_several_prompts_stand_below_their_titles_and_equal_those_alone(capsys, folder) -> None:

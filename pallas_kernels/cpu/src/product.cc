@@ -19,7 +19,7 @@ int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multipl
 
 Memory allocate(int64_t bytes) { return Memory(bytes > 0 ? std::aligned_alloc(LINE, size_t(up_to(bytes, LINE))) : nullptr); }
 
-// A thread's scratch, kept for its next task: some rows of a weight.
+// A thread's scratch, kept for its next task.
 void* scratch_of_this_thread(int64_t bytes) {
   thread_local Memory memory;
   thread_local int64_t size = 0;
@@ -54,13 +54,13 @@ void run(const Product& p, Target target, Pool& pool) {
   const int64_t wanted = threads == 1 ? 1 : (threads * TASKS_A_THREAD + row_blocks - 1) / row_blocks;
   const int64_t columns = std::max(COLUMNS, up_to((p.outputs + wanted - 1) / wanted, COLUMNS));
   const int64_t strips = (p.outputs + columns - 1) / columns;
-  const int64_t scratch = kernels.weight_bytes(p);
+  const int64_t scratch = kernels.scratch_bytes(p, block);
   const auto task = [&](int64_t i) {
     Part part;
     part.row_begin = i / strips * block, part.row_end = std::min(p.rows, part.row_begin + block);
     part.begin = i % strips * columns, part.end = std::min(p.outputs, part.begin + columns);
     part.x = prepared.get();
-    part.weight_scratch = scratch_of_this_thread(scratch);
+    part.scratch = scratch_of_this_thread(scratch);
     if (part.row_begin < part.row_end) kernels.part(p, part);
   };
   parallel_for(pool, row_blocks * strips, task);

@@ -24,8 +24,8 @@ void run(const Product& product, Target target, Pool& pool);
 // A rectangle of y.
 struct Part {
   int64_t row_begin, row_end, begin, end;
-  const void* x;    // all rows as `prepare` has left them; null where x is taken as it is
-  void* weight_scratch;  // ProductKernels::weight_bytes
+  const void* x;  // all rows as `prepare` has left them; null where x is taken as it is
+  void* scratch;  // ProductKernels::scratch_bytes of this part's rows
 };
 
 struct ProductKernels {
@@ -33,8 +33,8 @@ struct ProductKernels {
   int64_t (*row_bytes)(const Product& product);
   // Rows [begin, end) of x into `to`, which holds all rows.
   void (*prepare)(const Product& product, int64_t begin, int64_t end, void* to);
-  // Scratch that each thread needs for `part`.
-  int64_t (*weight_bytes)(const Product& product);
+  // Scratch that a thread needs for a part of so many rows.
+  int64_t (*scratch_bytes)(const Product& product, int64_t rows);
   void (*part)(const Product& product, const Part& part);
 };
 

@@ -5,7 +5,10 @@
 //
 // x is read as float32. A vector of bfloat16 is widened as pairs: the lower halves of 32 bits, then the upper ones, which costs two
 // instructions for two vectors. `prepare` brings rows of x into the same order. The weight is widened in registers for few rows, and for
-// many once a tile into scratch that stays in the first cache.
+// many once a block of columns into scratch.
+//
+// Loops, from the outside: blocks of columns, whose weights stay in the second cache; chunks of the width, between which sums lie in
+// scratch; tiles of rows, whose chunk of x stays in the first cache; and the tiles of the block's columns.
 #include "product.h"
 #include "simd.h"
 
@@ -115,75 +118,121 @@ JAXKV_INLINE void totals(const F (&sums)[ROWS][W], F4 (&out)[ROWS]) {
   });
 }
 
-// The tile of ROWS rows from x on and the rows of the weight at `weight`, of which n are real.
-template <typename T, int ROWS>
-JAXKV_INLINE void tile(const T* const (&weight)[W], int64_t width, const typename Reader<T>::Row* x, int64_t stride, F4 (&out)[ROWS]) {
+// One chunk of the width for a tile: begins with sums of zero or those at `sums`, and leaves them there or, after the last, gives totals.
+struct Chunk {
+  int64_t begin, end;
+  bool first, last;
+  int64_t ahead;  // bytes from a weight to the one that is fetched from memory meanwhile; 0 where they lie in a cache
+};
+
+template <typename T, int ROWS, bool AHEAD>
+JAXKV_INLINE void tile(const T* const (&weight)[W], const typename Reader<T>::Row* x, int64_t stride, const Chunk& chunk, float* saved,
+                       F4 (&out)[ROWS]) {
   typedef Reader<T> R;
   F sums[ROWS][W] = {};
-  int64_t k = 0;
-  for (; k + R::ELEMENTS <= width; k += R::ELEMENTS) {
+  if (!chunk.first) {
+    unrolled<ROWS * W>([&](auto i) JAXKV_LAMBDA { sums[i / W][i % W] = load(saved + i * LANES); });
+  }
+  int64_t k = chunk.begin;
+  for (; k + R::ELEMENTS <= chunk.end; k += R::ELEMENTS) {
+    if constexpr (AHEAD) unrolled<W>([&](auto w) JAXKV_LAMBDA { __builtin_prefetch((const char*)(weight[w] + k) + chunk.ahead); });
     const decltype(R::bits(nullptr)) bits[W] = {R::bits(weight[0] + k), R::bits(weight[1] + k), R::bits(weight[2] + k),
                                                 R::bits(weight[3] + k)};
     add_step<T>(sums, bits, x + k, stride);
   }
-  if (k < width) {
-    const int64_t n = width - k;
+  if (k < chunk.end) {
+    const int64_t n = chunk.end - k;
     const decltype(R::bits(nullptr)) bits[W] = {R::tail(weight[0] + k, n), R::tail(weight[1] + k, n), R::tail(weight[2] + k, n),
                                                 R::tail(weight[3] + k, n)};
     add_step<T>(sums, bits, x + k, stride);
   }
-  totals(sums, out);
+  if (chunk.last) return totals(sums, out);
+  unrolled<ROWS * W>([&](auto i) JAXKV_LAMBDA { store(saved + i * LANES, sums[i / W][i % W]); });
 }
 
-// The tile of y at (row, column), n columns wide. S is how the weight stands in memory: as T, or widened.
-template <typename T, typename S, int ROWS>
-void tile_of_y(const Product& p, const S* const (&weight)[W], int64_t width, const typename Reader<S>::Row* x, int64_t stride,
-               int64_t row, int64_t column, int64_t n) {
-  F4 out[ROWS];
-  tile<S, ROWS>(weight, width, x + row * stride, stride, out);
-  T* y = static_cast<T*>(p.y) + row * p.outputs + column;
-  for (int r = 0; r < ROWS; ++r) store4(y + r * p.outputs, n, out[r]);
-}
+// Columns [column, column + columns) of y, and where their weights stand: as T or widened, `stride` apart.
+template <typename S>
+struct Columns {
+  int64_t column, columns;
+  const S* weight;
+  int64_t stride;
+};
 
-// The tiles of all rows of the part.
-template <typename T, typename S>
-JAXKV_INLINE void column_of_tiles(const Product& p, const Part& part, const S* const (&weight)[W], int64_t width,
-                                  const typename Reader<S>::Row* x, int64_t stride, int64_t column, int64_t n) {
-  const int64_t rows = part.row_end - part.row_begin, tiles = (rows + X - 1) / X;
-  for (int64_t i = 0; i < tiles; ++i) {  // of nearly equal heights
-    const int64_t begin = rows * i / tiles, height = rows * (i + 1) / tiles - begin;
-    unrolled<X>([&](auto less) JAXKV_LAMBDA {
-      constexpr int ROWS = X - less;
-      if (height == ROWS) tile_of_y<T, S, ROWS>(p, weight, width, x, stride, part.row_begin + begin, column, n);
-    });
+// The tiles of ROWS rows from `row` on.
+template <typename T, typename S, int ROWS, bool AHEAD>
+void tiles_of_rows(const Product& p, const Columns<S>& block, const typename Reader<S>::Row* x, int64_t stride, int64_t row,
+                   const Chunk& chunk, float* saved) {
+  for (int64_t c = 0; c < block.columns; c += W) {
+    const int64_t n = block.columns - c < W ? block.columns - c : W;
+    const S* weight[W];
+    for (int w = 0; w < W; ++w) weight[w] = block.weight + (c + (w < n ? w : 0)) * block.stride;
+    F4 out[ROWS];
+    tile<S, ROWS, AHEAD>(weight, x + row * stride, stride, chunk, saved + c * X * LANES, out);
+    if (!chunk.last) continue;
+    T* y = static_cast<T*>(p.y) + row * p.outputs + block.column + c;
+    for (int r = 0; r < ROWS; ++r) store4(y + r * p.outputs, n, out[r]);
   }
 }
 
-constexpr int64_t WIDEN_FROM = 2 * X + 1;  // rows
+constexpr int64_t WIDEN_FROM = 2 * X + 1;                      // rows
+constexpr int64_t BLOCK_BYTES = 192 << 10, MOST_COLUMNS = 64;  // of weights as float32
+constexpr int64_t CHUNK = 768;                                 // a multiple of every ELEMENTS
+constexpr int64_t FAR = 24 << 10;                              // what is fetched so much ahead may be gone from the first cache
+
+// Columns of a block: a multiple of a line of y.
+JAXKV_INLINE int64_t block_columns(const Product& p) {
+  const int64_t fit = BLOCK_BYTES / (p.width * 4) / 16 * 16;
+  return fit < 16 ? 16 : fit > MOST_COLUMNS ? MOST_COLUMNS : fit;
+}
+
+template <typename T, typename S>
+JAXKV_INLINE void block_of(const Product& p, const Part& part, const Columns<S>& block, int64_t width, const typename Reader<S>::Row* x,
+                           int64_t stride, float* saved) {
+  constexpr bool FROM_MEMORY = sizeof(T) == sizeof(S);
+  const int64_t rows = part.row_end - part.row_begin, tiles = (rows + X - 1) / X, length = tiles == 1 ? width : CHUNK;
+  Chunk chunk;
+  chunk.ahead = W * block.stride * int64_t(sizeof(S));
+  if (tiles == 1 && chunk.ahead > FAR) chunk.ahead = FAR / W;
+  for (chunk.begin = 0; chunk.begin < width; chunk.begin = chunk.end) {
+    chunk.end = width - chunk.begin < length ? width : chunk.begin + length;
+    chunk.first = chunk.begin == 0, chunk.last = chunk.end == width;
+    for (int64_t i = 0; i < tiles; ++i) {  // of nearly equal heights
+      const int64_t begin = rows * i / tiles, height = rows * (i + 1) / tiles - begin, row = part.row_begin + begin;
+      float* sums = saved + i * MOST_COLUMNS * X * LANES;
+      unrolled<X>([&](auto less) JAXKV_LAMBDA {
+        constexpr int ROWS = X - less;
+        if (height != ROWS) return;
+        if (FROM_MEMORY && i == 0) return tiles_of_rows<T, S, ROWS, FROM_MEMORY>(p, block, x, stride, row, chunk, sums);
+        tiles_of_rows<T, S, ROWS, false>(p, block, x, stride, row, chunk, sums);
+      });
+    }
+  }
+}
+
+// Bytes of sums between chunks, and of a block of columns widened.
+JAXKV_INLINE int64_t sums_bytes(const Product& p, int64_t rows) {
+  return rows <= X || p.width <= CHUNK ? 0 : (rows + X - 1) / X * MOST_COLUMNS * X * VECTOR_BYTES;
+}
 
 template <typename T>
 void part_of(const Product& p, const Part& part) {
   typedef typename Reader<T>::Row Row;
-  const int64_t padded = padded_width<T>(p.width);
+  const int64_t padded = padded_width<T>(p.width), columns = block_columns(p), rows = part.row_end - part.row_begin;
   const Row* x = static_cast<const Row*>(part.x == nullptr ? p.x : part.x);
   const int64_t stride = part.x == nullptr ? p.width : padded;
-  for (int64_t column = part.begin; column < part.end; column += W) {
-    const int64_t n = part.end - column < W ? part.end - column : W;
-    const T* weight[W];
-    for (int w = 0; w < W; ++w) weight[w] = static_cast<const T*>(p.weight) + (column + (w < n ? w : 0)) * p.width;
+  float* saved = static_cast<float*>(part.scratch);
+  for (int64_t column = part.begin; column < part.end; column += columns) {
+    const int64_t n = part.end - column < columns ? part.end - column : columns;
+    const T* weight = static_cast<const T*>(p.weight) + column * p.width;
     if constexpr (WIDENED<T>) {
-      if (part.row_end - part.row_begin >= WIDEN_FROM) {
-        Row* scratch = static_cast<Row*>(part.weight_scratch);
-        const Row* wide[W];
-        for (int w = 0; w < W; ++w) {
-          prepare_row(weight[w], p.width, scratch + w * padded);
-          wide[w] = scratch + w * padded;
-        }
-        column_of_tiles<T, Row>(p, part, wide, padded, x, stride, column, n);
+      if (rows >= WIDEN_FROM) {
+        Row* wide = reinterpret_cast<Row*>(static_cast<char*>(part.scratch) + sums_bytes(p, rows));
+        for (int64_t c = 0; c < n; ++c) prepare_row(weight + c * p.width, p.width, wide + c * padded);
+        block_of<T, Row>(p, part, Columns<Row>{column, n, wide, padded}, padded, x, stride, saved);
         continue;
       }
     }
-    column_of_tiles<T, T>(p, part, weight, p.width, x, stride, column, n);
+    block_of<T, T>(p, part, Columns<T>{column, n, weight, p.width}, p.width, x, stride, saved);
   }
 }
 
@@ -211,7 +260,9 @@ void prepare(const Product& p, int64_t begin, int64_t end, void* to) {
   return p.dtype == Dtype::bfloat16 ? prepare_rows<bf16>(p, begin, end, to) : prepare_rows<f16>(p, begin, end, to);
 }
 
-int64_t weight_bytes(const Product& p) { return p.rows < WIDEN_FROM ? 0 : W * row_bytes(p); }
+int64_t scratch_bytes(const Product& p, int64_t rows) {
+  return sums_bytes(p, rows) + (rows < WIDEN_FROM ? 0 : block_columns(p) * row_bytes(p));
+}
 
 void part(const Product& p, const Part& given) {
   if (p.dtype == Dtype::float32) return part_of<float>(p, given);
@@ -221,7 +272,7 @@ void part(const Product& p, const Part& given) {
 }  // namespace
 
 const ProductKernels& product_kernels() {
-  static constexpr ProductKernels table = {row_bytes, prepare, weight_bytes, part};
+  static constexpr ProductKernels table = {row_bytes, prepare, scratch_bytes, part};
   return table;
 }
 

@@ -5,6 +5,7 @@
 
     generate(model, prompts, max_new_tokens=64)        tokens of all prompts, batched on the device
     stream(model, prompts, max_new_tokens=64)          the same tokens one by one, as they are made
+    Conversation(model).answer(tokens)                 a chat on one cache: only what is new of a history is computed
     beam_search(model, prompts, num_beams=4, ...)      the most probable continuations
     Sampling(temperature=0.8, top_p=0.95)              how tokens are chosen: sampling=..., with key=jax.random.key(0)
     NGram(), Draft(smaller_model)                      fewer steps for the same tokens: speculative=...
@@ -27,6 +28,7 @@ from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.cache.report import CacheStats
 from jaxkv.config import CacheConfig, ModelConfig, Rope
 from jaxkv.decode.beam_search import BeamSearchOutput, beam_search
+from jaxkv.decode.conversation import Conversation
 from jaxkv.decode.extend import extend
 from jaxkv.decode.generate import generate, stream
 from jaxkv.decode.naive import generate_naive
@@ -76,6 +78,7 @@ __all__ = [
     "CacheConfig",
     "CacheStats",
     "CausalLM",
+    "Conversation",
     "Decoder",
     "Detokenizer",
     "Draft",

@@ -13,7 +13,7 @@ from tiny import save_model
 
 import jaxkv
 import pallas_kernels
-from jaxkv.cli.main import build_parser
+from jaxkv.cli.arguments import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -49,7 +49,7 @@ def test_its_command_lines_parse(path: Path) -> None:
             if command.startswith("python -m benchmarks."):
                 assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file(), f"{path.name}: no program {arguments[1]}"
             elif program == "jaxkv":
-                assert build_parser().parse_args(arguments).command in ("generate", "bench", "inspect")
+                assert build_parser().parse_args(arguments).command in COMMANDS
             else:
                 assert program in ("pip", "pytest", "jupyter"), f"{path.name}: nothing tests {command!r}"
 

@@ -41,8 +41,8 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(whole_number(1)(part) for part in text.split(","))
 
 
-COMMANDS = ("generate", "bench", "inspect")
-_NOT_YET = {"serve": "there is no server yet", "chat": "there is no chat yet; docs/howto.md has one in a few lines of Python"}
+COMMANDS = ("generate", "chat", "bench", "inspect")
+_NOT_YET = {"serve": "there is no server yet"}
 
 
 def check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
     _add_generate(commands)
+    _add_chat(commands)
     _add_bench(commands)
     _add_inspect(commands)
     return parser
@@ -76,6 +77,28 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=whole_number(1), default=16, metavar="N", help="tokens a page holds (default: 16)")
 
 
+def _model_says(otherwise: int) -> str:
+    return f"(default: as the model's generation_config.json says, or {otherwise})"
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How answers are made: what the model's `generation_config.json` decides where nothing is typed, and the seed."""
+    for name, kind, value, what in (
+        ("--temperature", float, "T", f"0 is greedy {_model_says(0)}"),
+        ("--top-k", whole_number(0), "K", f"only the K most probable; 0 is all {_model_says(0)}"),
+        ("--top-p", float, "P", f"only the most probable that make up P {_model_says(1)}"),
+        ("--min-p", float, "P", f"only those at least P times as probable as the first {_model_says(0)}"),
+    ):
+        parser.add_argument(name, type=kind, metavar=value, help=what)
+    parser.add_argument("--seed", type=whole_number(*SEED), default=0, metavar="N", help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=whole_number(1),
+        metavar="N",
+        help="longest answer (default: as the model's generation_config.json says, or 256; or the room left)",
+    )
+
+
 def _add_generate(commands) -> None:
     parser = commands.add_parser(
         "generate",
@@ -86,22 +109,13 @@ def _add_generate(commands) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; '-' is all of stdin, as one prompt")
     _add_model(parser)
     parser.add_argument("--raw", action="store_true", help="take the prompts as they are, without the model's chat template")
+    _add_sampling(parser)
     parser.add_argument(
-        "--max-new-tokens",
+        "--num-samples",
         type=whole_number(1),
         metavar="N",
-        help="longest answer (default: as the model's generation_config.json says, or 256; or the room left)",
+        help=f"answers to each prompt, which share its pages {_model_says(1)}",
     )
-    model_says = "(default: as the model's generation_config.json says, or {})".format
-    for name, kind, value, what in (
-        ("--temperature", float, "T", f"0 is greedy {model_says(0)}"),
-        ("--top-k", whole_number(0), "K", f"only the K most probable; 0 is all {model_says(0)}"),
-        ("--top-p", float, "P", f"only the most probable that make up P {model_says(1)}"),
-        ("--min-p", float, "P", f"only those at least P times as probable as the first {model_says(0)}"),
-        ("--num-samples", whole_number(1), "N", f"answers to each prompt, which share its pages {model_says(1)}"),
-    ):
-        parser.add_argument(name, type=kind, metavar=value, help=what)
-    parser.add_argument("--seed", type=whole_number(*SEED), default=0, metavar="N", help="of the sampling (default: 0)")
     parser.add_argument(
         "--num-pages",
         type=whole_number(1),
@@ -109,6 +123,28 @@ def _add_generate(commands) -> None:
         help="pages in the pool, null page included (default: enough)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def _add_chat(commands) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description="A conversation: a line is a message, the answer appears as it is made, and what was said before is remembered. "
+        "Ctrl-C stops an answer, Ctrl-D ends the conversation, /help says what else there is. Without a terminal, each line of stdin "
+        "is a message.",
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--system", metavar="TEXT", help="what the model is told before the conversation (default: as its template)"
+    )
+    parser.add_argument(
+        "--context",
+        type=whole_number(16),
+        metavar="N",
+        help="tokens of the conversation; when it is full, the oldest turns are dropped (default: 2048, or the model's length)",
+    )
+    _add_sampling(parser)
 
 
 def _add_bench(commands) -> None:

@@ -1,17 +1,14 @@
 """What `jaxkv generate` does: prompts in, text out while it is made, one line of figures at the end.
 
-The model runs on a second thread and hands its tokens over a queue; the main thread turns them into text, so that Ctrl-C and a
-closed pipe are noticed at once.
+The model runs on a second thread (`jaxkv.cli.worker`), the main thread turns its tokens into text.
 """
 
 import argparse
 import json
 import math
 import os
-import queue
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.cli.main import WORKER
 from jaxkv.cli.model import check_pool, open_with_tokenizer
 from jaxkv.cli.progress import Clock, Status, summary
 from jaxkv.cli.prompts import new_token_budget, padded, read_prompts, token_rows
 from jaxkv.cli.sampling import chosen_samples, chosen_sampling, complaint, typed_sampling
+from jaxkv.cli.worker import Worker
 from jaxkv.decode.overflow import overflow_message
 from jaxkv.programs import keep_programs
 from jaxkv.text import Answers, Terminal, TextStream, end_tokens
@@ -88,34 +85,28 @@ def _generate(
     model: Any, tokens: np.ndarray, lengths: Sequence[int], options: dict[str, Any], clock: Clock, answers: Answers
 ) -> jaxkv.GenerateOutput:
     """Runs `jaxkv.stream` on a second thread; returns its result after all text has been written."""
-    arrived: queue.SimpleQueue[jaxkv.Token | None] = queue.SimpleQueue()
-    done: list[jaxkv.GenerateOutput | BaseException] = []
 
-    def work() -> None:
-        def forward() -> Iterator[jaxkv.Token]:
-            done.append((yield from jaxkv.stream(model, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), **options)))
-
-        try:
-            for token in forward():
-                clock.token(token.prompt)
-                arrived.put(token)
-        except BaseException as error:  # raised again on the main thread
-            done.append(error)
-        arrived.put(None)
+    def work() -> Generator[jaxkv.Token, None, jaxkv.GenerateOutput]:
+        stream = jaxkv.stream(model, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), **options)
+        while True:
+            try:
+                token = next(stream)
+            except StopIteration as end:
+                return end.value
+            clock.token(token.prompt)
+            yield token
 
     status = Status(sys.stderr)
     status.show("compiling ...")
-    threading.Thread(target=work, daemon=True, name=WORKER).start()
-    for token in iter(arrived.get, None):
+    worker = Worker(work())
+    for token in worker:
         status.show("")
         answers.token(token.prompt * options["num_samples"] + token.sample, token.token)
     clock.stop()
     status.show("")
-    (result,) = done
-    if isinstance(result, BaseException):
-        raise result
     answers.finish()
-    return result
+    assert worker.result is not None
+    return worker.result
 
 
 def _results(

@@ -1,4 +1,4 @@
-"""The command line: `jaxkv generate`, `jaxkv bench`, `jaxkv inspect`.
+"""The command line: `jaxkv generate`, `jaxkv chat`, `jaxkv bench`, `jaxkv inspect`.
 
 Results go to stdout, everything else to stderr. A mistake of the caller's is one line and exit status 2, anything else that goes
 wrong one line and status 1; JAXKV_TRACEBACK=1 shows where it was raised. Ctrl-C ends with status 130, a closed pipe with 141.
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxkv.cli.arguments import OneLineParser, build_parser, check_command
+from jaxkv.cli.worker import WORKER
 
-__all__ = ["WORKER", "OneLineParser", "build_parser", "main"]
+__all__ = ["OneLineParser", "build_parser", "main"]
 
 LONGEST_MESSAGE = 1000
-WORKER = "jaxkv generate"
-"""Name of the thread that computes while the main thread writes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +57,8 @@ def _run(args: argparse.Namespace) -> int:
     """The chosen command; only its own modules are imported."""
     if args.command == "generate":
         from jaxkv.cli.generate import run
+    elif args.command == "chat":
+        from jaxkv.cli.chat import run
     elif args.command == "inspect":
         from jaxkv.cli.inspect import run
     else:

@@ -6,6 +6,7 @@ tokens are chosen, and imports no jax and nothing of jaxkv.
 
 from jaxkv.text.chat import encode, end_tokens
 from jaxkv.text.detokenizer import Detokenizer
+from jaxkv.text.history import ChatHistory
 from jaxkv.text.text_stream import Answers, Terminal, TextStream
 
-__all__ = ["Answers", "Detokenizer", "Terminal", "TextStream", "encode", "end_tokens"]
+__all__ = ["Answers", "ChatHistory", "Detokenizer", "Terminal", "TextStream", "encode", "end_tokens"]

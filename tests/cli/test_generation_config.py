@@ -92,10 +92,9 @@ def test_an_overflow_is_said_once_with_the_way_out(capsys, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sing"], "'sing': there is no such command. The commands are generate, bench, inspect"),
+        (["sing"], "'sing': there is no such command. The commands are generate, chat, bench, inspect"),
         (["serve"], "'serve': there is no server yet. The commands are"),
-        (["chat"], "'chat': there is no chat yet; docs/howto.md has one"),
-        ([], "a command is missing: generate, bench, inspect"),
+        ([], "a command is missing: generate, chat, bench, inspect"),
     ],
 )
 def test_an_unknown_command_says_what_exists(capsys, arguments: list[str], message: str) -> None:

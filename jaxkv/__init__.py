@@ -15,6 +15,7 @@
     AutoModelForCausalLM.from_pretrained(name)         the names of transformers, and its `generate`
     kernels()                                          which implementation runs on this machine, and why not another
     viz.page_map(cache), viz.record(model, ...)        pictures of a cache at work
+    warm_up(model, prompts=8, prompt_tokens=500)       the programs of such calls, compiled before they are waited for
     keep_programs()                                    compiled programs are kept on disk for the next process
 
 Each says in its docstring what it takes and what it raises. Tokens and text (`jaxkv.text`) and the command line (`python -m jaxkv`)
@@ -36,10 +37,11 @@ from jaxkv.decode.outputs import GenerateOutput, GenerateStats, Token
 from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.decode.speculative import Draft, NGram
 from jaxkv.decode.step import StepInputs, step
+from jaxkv.decode.warm_up import warm_up
 from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
-from jaxkv.programs import keep_programs
 from jaxkv.ops.kernels import Kernels, kernels
+from jaxkv.programs import keep_programs
 from jaxkv.rl.rollout import Mismatch, Sequences, mismatch, sequences
 from jaxkv.rl.score import score
 from jaxkv.text import Detokenizer

@@ -12,13 +12,12 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from jaxkv.cli.model import check_pool, open_with_tokenizer
 from jaxkv.cli.progress import Clock, Status, summary
-from jaxkv.cli.prompts import new_token_budget, padded, read_prompts, token_rows
+from jaxkv.cli.prompts import new_token_budget, read_prompts, token_rows
 from jaxkv.cli.sampling import chosen_samples, chosen_sampling, complaint, typed_sampling
 from jaxkv.cli.worker import Worker
 from jaxkv.decode.overflow import overflow_message
@@ -56,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     stream = None if args.json else TextStream(sys.stdout, titles, bold=_bold(sys.stdout))
     answers = Answers(tokenizer, len(titles), ends, stream)
     clock = Clock()
-    tokens = padded(rows, config.max_seq_len, exact=args.num_pages is not None)
-    result = _generate(model, tokens, lengths, options, clock, answers)
+    result = _generate(model, rows, options, clock, answers)
     stats = {
         "prompt_tokens": sum(lengths),
         "generated_tokens": int(np.sum(result.lengths)),
@@ -82,12 +80,12 @@ def _note(line: str | None) -> None:
 
 
 def _generate(
-    model: Any, tokens: np.ndarray, lengths: Sequence[int], options: dict[str, Any], clock: Clock, answers: Answers
+    model: Any, rows: Sequence[Sequence[int]], options: dict[str, Any], clock: Clock, answers: Answers
 ) -> jaxkv.GenerateOutput:
     """Runs `jaxkv.stream` on a second thread; returns its result after all text has been written."""
 
     def work() -> Generator[jaxkv.Token, None, jaxkv.GenerateOutput]:
-        stream = jaxkv.stream(model, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), **options)
+        stream = jaxkv.stream(model, rows, **options)
         while True:
             try:
                 token = next(stream)

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from jaxkv.text import encode
 from jaxkv.weights.generation_defaults import FILE, GenerationDefaults
 
@@ -91,17 +89,3 @@ def new_token_budget(lengths: Sequence[int], wanted: int | None, max_seq_len: in
             "--max-new-tokens"
         )
     return min(usual, room)
-
-
-def padded(rows: Sequence[Sequence[int]], max_seq_len: int, *, exact: bool) -> np.ndarray:
-    """i32[rows, width]; width a power of two, so that prompts of similar length share one compiled program.
-
-    `exact` keeps to the longest prompt: a pool has to hold the width, which matters to those who chose its size.
-    """
-    width = longest = max(map(len, rows))
-    if not exact:
-        width = min(max(SHORTEST_WIDTH, 1 << (longest - 1).bit_length()), max_seq_len)
-    out = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out

@@ -35,6 +35,7 @@ from jaxkv.decode.rungs import cut, shapes_are_the_callers
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
+from jaxkv.programs import waiting_on_compiler
 from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import vary_like, while_loop
 
@@ -113,7 +114,9 @@ def beam_search(
     if shapes_are_the_callers(job):
         return _beam_search(model, job, search, sizes)
     given = (num_pages is not None, prefill_chunk is not None)
-    out, shape = _beam_search(model, *on_a_rung(model, job, search, sizes, given)), (len(lengths), search.num_return)
+    shape = (len(lengths), search.num_return)
+    with waiting_on_compiler(f"beam_search for {search.num_beams} beams of each prompt"):
+        out = _beam_search(model, *on_a_rung(model, job, search, sizes, given))
     return BeamSearchOutput(cut(out.tokens, *shape, max_new), *(cut(x, *shape) for x in out[1:3]), out.steps, out.peak_pages)
 
 

@@ -23,7 +23,7 @@ from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.config import CacheConfig, integer, pages_for
 from jaxkv.decode.device_scheduler import advance
 from jaxkv.decode.outputs import Token
-from jaxkv.decode.prompts import Ends, end_tokens, numerics_of, prompt_keys
+from jaxkv.decode.prompts import Ends, end_tokens, numerics_of, read_keys
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run, start
 from jaxkv.decode.sampling import Sampling, as_sampling
 from jaxkv.model.decoder import Decoder, check_decoder
@@ -138,12 +138,13 @@ class Conversation:
         prompt = np.zeros((1, room), np.int32)
         prompt[:, :length] = ids
         job = Job(
-            prompts=jnp.asarray(prompt),
-            prompt_lengths=jnp.asarray(np.array([length], np.int32)),
-            limits=jnp.asarray(np.array([limit], np.int32)),
-            keys=prompt_keys(key, 1, greedy=not self._plan.sampled),
+            prompts=prompt,
+            prompt_lengths=np.array([length], np.int32),
+            limits=np.array([limit], np.int32),
+            keys=read_keys(key, 1, greedy=not self._plan.sampled),
             sampling=self._sampling,
             eos=self._eos,
+            num_real=np.asarray(1, np.int32),
         )
         return self._answer(prompt[0, :length].tolist(), job, limit)
 

@@ -16,7 +16,7 @@ from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
 from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_counts, read_rectangle
 from jaxkv.ops.numerics import Numerics
-from jaxkv.programs import ladder
+from jaxkv.programs import ladder, waiting_on_compiler
 from jaxkv.sharding import by_rows, like, within
 from pallas_kernels.varying import vary_like
 
@@ -70,7 +70,8 @@ def extend(
         return _extend_jit(*arguments)
     width = ids.shape[1]
     padded = pad(as_int32(ids), cache.max_seqs, ladder.computed(width))
-    logits, cache = _extend_jit(model, cache, padded, *arguments[3:])
+    with waiting_on_compiler(f"extend for {cache.max_seqs} rows, up to {padded.shape[1]} tokens of each"):
+        logits, cache = _extend_jit(model, cache, padded, *arguments[3:])
     return (cut(logits, cache.max_seqs, width) if all_logits and padded.shape[1] > width else logits), cache
 
 

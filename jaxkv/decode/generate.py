@@ -26,6 +26,7 @@ from jaxkv.decode.rungs import Asked, cut
 from jaxkv.decode.sampling import Sampling
 from jaxkv.decode.speculative import Draft, NGram, with_draft_pages
 from jaxkv.model.decoder import Decoder
+from jaxkv.programs import waiting_on_compiler
 from jaxkv.sharding import on_automatic_axes, within
 from pallas_kernels.varying import vary_like
 
@@ -88,8 +89,13 @@ def generate(
     ):  # the latter: grad or vmap without jit
         out = _generate(model, job, plan, sizes)
         return out if asked is None else _cut_traced(out, asked)
-    run = _advance(model, job, _start(model, job, plan, sizes), plan, NEVER)
-    return _cut_output(run, job, asked)
+    return _cut_output(run_job(model, job, plan, sizes), job, asked)
+
+
+def run_job(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
+    """Everything that a job asks for, outside jit: by the programs of `stream`."""
+    with waiting_on_compiler(_title("generate", job, sizes)):
+        return _advance(model, job, _start(model, job, plan, sizes), plan, NEVER)
 
 
 def stream(
@@ -124,17 +130,26 @@ def stream(
     return _stream(model, todo, integer("steps_per_turn", steps_per_turn), on_turn)
 
 
+def _title(name: str, job: Job, sizes: CacheConfig) -> str:
+    """What is compiled, for whoever waits."""
+    rows = "1 row" if sizes.max_seqs == 1 else f"{sizes.max_seqs} rows"
+    return f"{name} for {rows}, prompts of up to {job.prompts.shape[1]:,} tokens"
+
+
 NEVER = np.int32(2**31 - 1)
 """As many steps as no run takes."""
 
 
 def _stream(model: Decoder, todo: Prepared, turn: int, on_turn: Callable | None) -> Iterator[Token]:
     job, plan, sizes, asked = todo
-    run = _start(model, job, plan, sizes)
+    title = _title("stream", job, sizes)
+    with waiting_on_compiler(title):
+        run = _start(model, job, plan, sizes)
     seen = np.zeros(run.requests, np.int32)
     lengths = np.asarray(job.prompt_lengths)
     while True:
-        run = _advance(model, job, run, plan, np.int32(turn))
+        with waiting_on_compiler(title):
+            run = _advance(model, job, run, plan, np.int32(turn))
         row_request = np.asarray(run.row_request)
         live = row_request < run.requests
         if on_turn is not None:

@@ -18,7 +18,7 @@ from jaxkv.decode.prompts import Ends, Prompts, end_tokens, keys_of, longest_seq
 from jaxkv.decode.rungs import cut, pad, repeat_last, shapes_are_the_callers
 from jaxkv.decode.sampling import Sampling, as_sampling, sample
 from jaxkv.model.decoder import Decoder, check_decoder
-from jaxkv.programs import ladder
+from jaxkv.programs import ladder, waiting_on_compiler
 from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import while_loop
 
@@ -69,7 +69,8 @@ def generate_naive(
         keys if keys is None or not keys.ndim else repeat_last(keys, rung),
         pad(ends, ladder.ends(ends.shape[0]), fill=-1),
     )
-    tokens, made = _naive(model, job, total, total)
+    with waiting_on_compiler(f"generate_naive for {rung} prompts, up to {total:,} tokens of each"):
+        tokens, made = _naive(model, job, total, total)
     return cut(tokens, num_prompts, max_new_tokens), cut(made, num_prompts)
 
 

@@ -96,6 +96,10 @@ class Job:
     draft: Decoder | None = None
     num_samples: int = dataclasses.field(default=1, metadata={"static": True})
 
+    def without_prompts(self) -> "Job":
+        """The same shapes, and nothing to do."""
+        return dataclasses.replace(self, num_real=np.zeros((), np.int32))
+
     @property
     def num_requests(self) -> int:
         """Samples of all prompts, padding included."""

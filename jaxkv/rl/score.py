@@ -16,7 +16,7 @@ from jaxkv.model.attend import Dense
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.token_ids import ROWS, read_tokens
 from jaxkv.ops.numerics import Numerics
-from jaxkv.programs import ladder
+from jaxkv.programs import ladder, waiting_on_compiler
 from jaxkv.sharding import on_automatic_axes
 
 BLOCK = 256
@@ -67,7 +67,9 @@ def score(
     rung = ladder.rows(batch)
     rows = jax.tree.map(lambda x: repeat_last(x, rung), rows)
     tokens = pad(tokens, rung, ladder.computed(seq, model.config.max_seq_len))
-    return cut(_score(model, tokens, pad(lengths, rung, fill=1), rows, numerics, bool(remat)), batch, seq)
+    with waiting_on_compiler(f"score for {rung} rows of up to {tokens.shape[1]:,} tokens"):
+        out = _score(model, tokens, pad(lengths, rung, fill=1), rows, numerics, bool(remat))
+    return cut(out, batch, seq)
 
 
 @functools.partial(jax.jit, static_argnames=("numerics", "remat"))

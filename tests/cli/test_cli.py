@@ -14,7 +14,6 @@ from tiny import byte_tokenizer, save_model
 import jaxkv
 from jaxkv.cli.main import main
 from jaxkv.cli.progress import Clock
-from jaxkv.cli.prompts import padded
 
 NEW = 8
 FIGURES = re.compile(
@@ -89,12 +88,6 @@ def test_the_seed_decides_what_is_sampled(capsys, folder) -> None:
     first, again, other = (generate_json(capsys, *options, "--seed", seed)["results"][0]["token_ids"] for seed in (1, 1, 2))
     assert first == again
     assert first != other
-
-
-def test_prompts_of_similar_length_share_a_width() -> None:
-    assert padded([[1] * 33, [1]], 128, exact=False).shape == padded([[1] * 64, [1]], 128, exact=False).shape == (2, 64)
-    assert padded([[1] * 70], 100, exact=False).shape == (1, 100)
-    assert padded([[1] * 33, [1]], 128, exact=True).shape == (2, 33)
 
 
 def test_the_clock_tells_prefill_and_decode_apart(monkeypatch) -> None:

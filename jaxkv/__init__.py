@@ -111,4 +111,5 @@ __all__ = [
     "step",
     "stream",
     "viz",
+    "warm_up",
 ]

@@ -22,7 +22,7 @@ def warm_up(
     prompts: int | Sequence[int] = 1,
     prompt_tokens: int | Sequence[int] = (64, 1000),
     max_new_tokens: int = 24,
-    sampled: bool | Sequence[bool] = (False, True),
+    sampled: Any = (False, True),
     **options: Any,
 ) -> int:
     """Compile what `generate` and `stream` will need, in as many threads as there are cores, and run none of it.
@@ -35,7 +35,7 @@ def warm_up(
       prompts: how many prompts a call will have; one number or several.
       prompt_tokens: tokens of the longest of them; one number or several.
       max_new_tokens: tokens to generate at most.
-      sampled: whether there will be sampling; by default both.
+      sampled: whether there will be sampling, True or False, or both in a list; by default both.
       **options: other arguments of `generate`: `num_samples`, `page_size`, `max_seqs`, `deterministic`, ...
 
     Returns:

@@ -15,7 +15,12 @@ import pytest
 
 import jaxkv
 from jaxkv import PagedKVCache, Sampling
+from pallas_kernels.cpu import library
 
+needs_native = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or not library.available(), reason="needs the native CPU kernels"
+)
+NATIVE = pytest.param("cpu", marks=needs_native)
 NUM_PAGES, PAGE, ROWS, CHUNK = 1237, 4, 3, 16
 POOL = NUM_PAGES * 2 * PAGE * 8  # elements of one layer's k_pages
 
@@ -97,22 +102,23 @@ def compiled_generate(model: jaxkv.Decoder, prompts: int = 5, **options: Any) ->
     return Program(run.lower(model, tokens, jnp.full(prompts, 9, jnp.int32), jax.random.key(0)).compile())
 
 
-def compiled_step(model: jaxkv.Decoder, rows: int = ROWS, *, deterministic: bool = False) -> Program:
+def compiled_step(model: jaxkv.Decoder, rows: int = ROWS, **options: Any) -> Program:
     """One step with decode rows and two pieces of prompts, as the scheduler takes it: what the layers are made into, for a tenth of
     the time that all of `generate` takes to compile."""
     cache = PagedKVCache.create(model.config, num_pages=NUM_PAGES, page_size=PAGE, max_seqs=rows, max_seq_len=64)
     number = jnp.zeros(rows, jnp.int32)
     inputs = jaxkv.StepInputs(number, number, jnp.zeros((2, CHUNK), jnp.int32), number[:1].repeat(2), number[:1].repeat(2))
-    run = jax.jit(lambda m, c, i: jaxkv.step(m, c, i, deterministic=deterministic), donate_argnums=1)
+    run = jax.jit(lambda m, c, i: jaxkv.step(m, c, i, **options), donate_argnums=1)
     return Program(run.lower(model, cache, inputs).compile())
 
 
-def compiled_decode_loop(model: jaxkv.Decoder, rows: int) -> Program:
+def compiled_decode_loop(model: jaxkv.Decoder, rows: int, implementation: str | None) -> Program:
     """Greedy tokens of all rows, one step after the other in a loop."""
     cache = PagedKVCache.create(model.config, num_pages=NUM_PAGES, page_size=PAGE, max_seqs=rows, max_seq_len=64)
 
     def turn(_: jax.Array, state: tuple[PagedKVCache, jax.Array]) -> tuple[PagedKVCache, jax.Array]:
-        logits, cache = jaxkv.extend(model, state[0], state[1][:, None], jnp.ones(rows, jnp.int32))
+        ones = jnp.ones(rows, jnp.int32)
+        logits, cache = jaxkv.extend(model, state[0], state[1][:, None], ones, implementation=implementation)
         return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     run = jax.jit(lambda c, tokens, count: jax.lax.fori_loop(0, count, turn, (c, tokens)), donate_argnums=0)
@@ -151,7 +157,7 @@ class TestPool:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_pages_and_queries_are_read_as_whole_rows(self, dtype: str):
         """[pages, page * head_dim], nothing fused behind it: then XLA on CPU copies rows, else number by number."""
-        program = compiled_step(decoders.decoder(dtype=dtype))
+        program = compiled_step(decoders.decoder(dtype=dtype), implementation="xla")
         in_turns = [i for i in program.everything if re.search(f"{TURNS}/", i.line)]
         gathers = [i for i in in_turns if i.opcode == "gather" and i.size > POOL // NUM_PAGES]
         widths = set()
@@ -184,7 +190,7 @@ class TestProducts:
             pytest.skip("other backends like the weight on the right")
         rows = 70
         sizes = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 16, "rope": jaxkv.Rope(rotary_dim=16)}
-        program = compiled_step(decoders.decoder(dtype=dtype, **sizes), rows, deterministic=deterministic)
+        program = compiled_step(decoders.decoder(dtype=dtype, **sizes), rows, deterministic=deterministic, implementation="xla")
         weights = {"qkv": (2 * 4 * 16, 40), "out": (40, 64), "up": (2 * 56, 40), "down": (40, 56), "head": (decoders.VOCAB, 40)}
         shapes = {}
         for line in (i.line for i in program.everything):
@@ -203,11 +209,13 @@ class TestProducts:
         assert seen == set(weights)
 
     @pytest.mark.parametrize(("hidden", "intermediate"), [(72, 88), (128, 192)])
-    @pytest.mark.parametrize("rows", [1, 2])
-    def test_few_bfloat16_rows_do_not_convert_the_weights_in_front_of_the_loop(self, rows: int, hidden: int, intermediate: int):
+    @pytest.mark.parametrize(("rows", "implementation"), [(1, "xla"), (2, "xla"), (2, None)])
+    def test_few_bfloat16_rows_do_not_convert_the_weights_in_front_of_the_loop(
+        self, rows: int, implementation: str | None, hidden: int, intermediate: int
+    ):
         """They would be read as float32 at every step then, twice the bytes; and held twice."""
         model = decoders.decoder(hidden_size=hidden, intermediate_size=intermediate, dtype="bfloat16")
-        program = compiled_decode_loop(model, rows)
+        program = compiled_decode_loop(model, rows, implementation)
         weights = {(2 * 4 * 8, hidden), (hidden, 32), (2 * intermediate, hidden), (hidden, intermediate)}
         wide = [i.line for i in program.instructions if i.shape in weights and " f32[" in i.line]
         assert wide == []
@@ -216,7 +224,7 @@ class TestProducts:
 class TestAttention:
     def test_where_the_blocks_are_is_worked_out_once_for_all_layers(self):
         def outside(layers: int) -> dict[str, int]:
-            program = compiled_step(decoders.decoder(num_layers=layers))
+            program = compiled_step(decoders.decoder(num_layers=layers), implementation="xla")
             here = [i for i in program.everything if "attend/" in i.line and not re.search(f"{TURNS}/", i.line)]
             searches = [i for i in here if i.opcode == "gather" and len(i.shape) == 2]
             return {"sorts": sum(i.opcode == "sort" for i in here), "searches": len(searches)}
@@ -225,11 +233,20 @@ class TestAttention:
         assert few == more and min(few.values()) > 0
 
     @pytest.mark.parametrize(("rows", "places"), [(1, 2), (2, 3)])
-    def test_the_only_row_does_not_attend_beside_its_own_prompt(self, rows: int, places: int):
+    @pytest.mark.parametrize("implementation", ["xla", NATIVE])
+    def test_the_only_row_does_not_attend_beside_its_own_prompt(self, implementation: str, rows: int, places: int):
         """Steps of decode rows, and steps with a chunk of prompts and, if there may be any, decode rows."""
-        program = compiled_generate(decoders.decoder(num_layers=2), max_seqs=rows)
+        program = compiled_generate(decoders.decoder(num_layers=2), max_seqs=rows, implementation=implementation)
         loops = [i for i in program.instructions if i.opcode == "while" and re.search(f'{TURNS}"', i.line)]
-        assert len(loops) == 2 * places
+        calls = [i for i in program.instructions if i.opcode == "custom-call" and "jaxkv_attention" in i.line]
+        assert len(calls if implementation == "cpu" else loops) == 2 * places
+
+
+@needs_native
+def test_instructions_that_a_layer_adds_to_a_step():
+    """What a first call takes follows their number. Attention written as loops is two thirds of it: with XLA's forms there are 1,800."""
+    few, more = (len(compiled_step(decoders.decoder(num_layers=layers)).everything) for layers in (2, 4))
+    assert (more - few) / 2 < 130
 
 
 class TestParameters:

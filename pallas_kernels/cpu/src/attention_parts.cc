@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
 
 namespace jaxkv {
@@ -37,7 +38,6 @@ struct Group {
 struct Item {
   Part part;
   Group* group;  // null where the part writes its result itself
-  int64_t cost;
 };
 
 // Live queries of a row are those from `begin` to `end` - 1; the others' results are 0 and -inf.
@@ -62,11 +62,12 @@ void clear_queries(const Attention& call, int64_t row, int64_t begin, int64_t en
   std::fill_n(call.lse + at, count, -INFINITY);
 }
 
-// The row's live query rows of one kv head, in parts of at most `rows`.
+// The row's live query rows, in parts of at most `rows`: those of one kv head after each other, since they read the same keys, and the
+// last ones, which see most, first.
 void add_parts(const Attention& call, int64_t row, const Live& live, int64_t rows, std::vector<Part>* out) {
   for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
-    const int64_t end = live.end * call.q_per_kv;
-    for (int64_t at = live.begin * call.q_per_kv; at < end; at += rows) {
+    const int64_t begin = live.begin * call.q_per_kv, end = live.end * call.q_per_kv;
+    for (int64_t at = begin + (end - begin - 1) / rows * rows; at >= begin && at < end; at -= rows) {
       Part part{row, kv_head, at, std::min(rows, end - at), live.first, 0, 0, nullptr};
       const int64_t own = live.first + at / call.q_per_kv, last = live.first + (at + part.rows - 1) / call.q_per_kv;
       if (call.window != 0 && own >= call.window) part.begin_block = (own - call.window + 1) / BLOCK;
@@ -87,8 +88,12 @@ std::vector<Part> make_parts(const Attention& call, int64_t threads) {
   }
   int64_t rows = PART_ROWS;
   while (threads > 1 && rows > 16 && most_rows / rows < 4 * threads) rows /= 2;
+  std::vector<int64_t> order(static_cast<size_t>(call.batch));
+  std::iota(order.begin(), order.end(), 0);
+  const auto length = [&](int64_t row) { return live[size_t(row)].first + live[size_t(row)].end; };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return length(a) > length(b); });
   std::vector<Part> parts;
-  for (int64_t row = 0; row < call.batch; ++row) add_parts(call, row, live[size_t(row)], rows, &parts);
+  for (const int64_t row : order) add_parts(call, row, live[size_t(row)], rows, &parts);
   return parts;
 }
 
@@ -113,7 +118,7 @@ void run_attention(const Attention& call, const AttentionKernels& kernels, Pool&
     cost += cost_of(call, part);
     const int64_t spans = split ? spans_of(part) : 1;
     if (spans == 1) {
-      items.push_back({part, nullptr, cost_of(call, part)});
+      items.push_back({part, nullptr});
       continue;
     }
     groups.push_back(std::make_unique<Group>(part, spans));
@@ -128,10 +133,9 @@ void run_attention(const Attention& call, const AttentionKernels& kernels, Pool&
       part.begin_block = begin, part.end_block = std::min((begin / SPAN_BLOCKS + 1) * SPAN_BLOCKS, group->whole.end_block);
       part.partial = at;
       at += part.rows * (call.head_dim + 2);
-      items.push_back({part, group.get(), cost_of(call, part)});
+      items.push_back({part, group.get()});
     }
   }
-  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
   std::atomic<size_t> next{0};
   const int64_t workers = std::min({threads, int64_t(items.size()), 1 + cost / COST_OF_A_THREAD});
   parallel_for(pool, workers, [&](int64_t) {

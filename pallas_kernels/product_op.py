@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.choice import native_refusal, refuse
-from pallas_kernels.dispatch import Place, make_operation, one_by_one
+from pallas_kernels.dispatch import Place, broadcast, make_operation, one_by_one
 from pallas_kernels.options import FLOAT_DTYPES
 from pallas_kernels.product_sums import product_sums
 from pallas_kernels.product_sums_in_lanes import LANES, lanes_refusal, product_sums_in_lanes
@@ -68,7 +68,9 @@ def _refusal(name: str, rows: int, width: int, outputs: int, dtype: jax.typing.D
     return side_by_side_refusal(dtype, outputs) if name == "tiles_side_by_side" else None
 
 
-def _run(place: Place, x: jax.Array, weight: jax.Array, *, deterministic: bool, implementation: str | None) -> list[jax.Array]:
+def _run(
+    place: Place, x: jax.Array, weight: jax.Array, *live: jax.Array, deterministic: bool, implementation: str | None
+) -> list[jax.Array]:
     rows, width = x.shape
     name = implementation
     if name == "cpu":
@@ -78,7 +80,7 @@ def _run(place: Place, x: jax.Array, weight: jax.Array, *, deterministic: bool, 
     if name == "cpu":
         from pallas_kernels.cpu.product import product_cpu
 
-        return [product_cpu(x, weight)]
+        return [product_cpu(x, weight, *live)]
     if name in (None, "xla"):
         tiled = best_tile_form(place.platform, math.prod(weight.shape[:-1]), x.dtype)
         name = tiled if deterministic else best_form(place.platform, rows, width, x.dtype)
@@ -89,17 +91,20 @@ def _run(place: Place, x: jax.Array, weight: jax.Array, *, deterministic: bool, 
     return [FORMS[name](x, weight)]
 
 
-def _results(x: jax.ShapeDtypeStruct, weight: jax.ShapeDtypeStruct, **static) -> list[jax.ShapeDtypeStruct]:
+def _results(
+    x: jax.ShapeDtypeStruct, weight: jax.ShapeDtypeStruct, *live: jax.ShapeDtypeStruct, **static
+) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((x.shape[0], *weight.shape[:-1]), x.dtype)]
 
 
 def _batch(operation: Callable, size: int, arrays: list, batched: list[bool], **static) -> list[jax.Array]:
     """More rows, where all share one weight; else a product with a batch axis, or one after the other where a form or fixed tiles are
     asked for."""
-    x, weight = arrays
+    x, weight, *live = arrays
     if not batched[1]:
+        x, *live = broadcast(size, [x, *live], [batched[0], *batched[2:]])
         rows = x.shape[1]
-        (y,) = operation(x.reshape(size * rows, x.shape[2]), weight, **static)
+        (y,) = operation(x.reshape(size * rows, x.shape[2]), weight, *(mask.reshape(-1) for mask in live), **static)
         return [y.reshape(size, rows, *y.shape[1:])]
     if static["deterministic"] or static["implementation"] not in (None, "xla"):
         return one_by_one(operation, arrays, batched, **static)
@@ -111,27 +116,39 @@ def _batch(operation: Callable, size: int, arrays: list, batched: list[bool], **
 _operation = make_operation("product", run=_run, results=_results, batch=_batch)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _product(x: jax.Array, weight: jax.Array, deterministic: bool, implementation: str | None) -> jax.Array:
-    return _operation(x, weight, deterministic=deterministic, implementation=implementation)[0]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _product(
+    x: jax.Array, weight: jax.Array, live: jax.Array | None, deterministic: bool, implementation: str | None
+) -> jax.Array:
+    arrays = (x, weight) if live is None else (x, weight, live)
+    return _operation(*arrays, deterministic=deterministic, implementation=implementation)[0]
 
 
 @_product.defjvp
 def _tangent(deterministic: bool, implementation: str | None, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """Values by the form that was asked for; derivatives of the plain product, which no form changes."""
-    (x, weight), (dx, d_weight) = primals, tangents
+    (x, weight, live), (dx, d_weight, _) = primals, tangents
     dims = (((1,), (weight.ndim - 1,)), ((), ()))
     wide = lambda a, b: lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-    value = cast(jax.Array, _product(x, weight, deterministic, implementation))
+    value = cast(jax.Array, _product(x, weight, live, deterministic, implementation))
     return value, (wide(dx, weight) + wide(x, d_weight)).astype(x.dtype)
 
 
-def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, implementation: str | None = None) -> jax.Array:
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    live: jax.Array | None = None,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
     """x times the transposed weight, summed in float32. Works under `jax.jit`, `jax.vmap`, and `jax.grad` of any order.
 
     Args:
       x: [rows, in], float32, bfloat16 or float16.
       weight: [*out, in] in x's dtype, with any number of output axes.
+      live: bool[rows], the rows that are needed, or None for all. The results of the others mean nothing: the native kernels do not compute
+        them, and cost what the live rows cost; XLA's forms do.
       deterministic: a row's bits do not depend on how many rows there are: XLA's forms compute in tiles of a fixed number of rows then.
       implementation: None for the best one of the platform that the program is lowered for: "cpu", the native kernels, on a CPU where they
         are built, else "xla". "cpu" needs no tiles: a row's bits never depend on how many there are. "xla" is the best of XLA's forms,
@@ -150,6 +167,8 @@ def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, imp
         raise ValueError(f"x must be [rows, in] and weight [*out, in], got shapes {x.shape} and {weight.shape}")
     if x.dtype != weight.dtype or jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
         raise ValueError(f"x and weight must have one dtype of {FLOAT_DTYPES}, got {x.dtype} and {weight.dtype}")
+    if live is not None and (live.shape != x.shape[:1] or live.dtype != jnp.bool_):
+        raise ValueError(f"live must be bool[rows = {x.shape[0]}] or None, got {live.dtype}{list(live.shape)}")
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
@@ -163,4 +182,4 @@ def product(x: jax.Array, weight: jax.Array, *, deterministic: bool = False, imp
     reason = _refusal(implementation or "xla", rows, width, math.prod(weight.shape[:-1]), x.dtype)
     if reason is not None:
         raise NotImplementedError(f"implementation {implementation!r} cannot run: {reason}")
-    return cast(jax.Array, _product(x, weight, deterministic, implementation))
+    return cast(jax.Array, _product(x, weight, live, deterministic, implementation))

@@ -47,6 +47,11 @@ class Dense:
     numerics: Numerics = dataclasses.field(default=DEFAULT, metadata={"static": True})
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
 
+    @property
+    def live(self) -> None:
+        """All tokens are real."""
+        return None
+
     def __call__(
         self,
         spec: AttentionSpec,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache.pages import Pages
 from jaxkv.cache.tables import Tables
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
             if c.embed_scale != 1.0:
                 x = x * jnp.asarray(c.embed_scale, x.dtype)
             if self.project_in is not None:
-                x = linear(x, value(self.project_in), None, numerics)
+                x = linear(x, value(self.project_in), None, numerics, attend.live)
             if self.position_embed is not None:
                 x = x + value(self.position_embed).at[positions + c.position_offset].get(mode="clip")
             angles = {r: rotary_tables(r, positions) for r in (c.rope, c.local_rope) if r is not None}
@@ -159,14 +159,16 @@ class Decoder(nnx.Module):
         assert written is not None
         return hidden, written
 
-    def logits(self, hidden: Float[Array, "tokens hidden"], numerics: Numerics = DEFAULT) -> Float[Array, "tokens vocab"]:
-        """Final hidden states to float32 logits, soft cap included."""
+    def logits(
+        self, hidden: Float[Array, "tokens hidden"], numerics: Numerics = DEFAULT, live: Bool[Array, " tokens"] | None = None
+    ) -> Float[Array, "tokens vocab"]:
+        """Final hidden states to float32 logits, soft cap included; those of tokens that are not `live` mean nothing."""
         c = self.config
         with jax.named_scope("logits"):
             if self.project_out is not None:
-                hidden = linear(hidden, value(self.project_out), None, numerics)
+                hidden = linear(hidden, value(self.project_out), None, numerics, live)
             head = value(self.embed if self.lm_head is None else self.lm_head)
-            y = linear(hidden, head, None, numerics).astype(jnp.float32)
+            y = linear(hidden, head, None, numerics, live).astype(jnp.float32)
             if c.logits_soft_cap is not None:
                 y = jnp.tanh(y / c.logits_soft_cap) * c.logits_soft_cap
             return y

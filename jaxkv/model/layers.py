@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 import pallas_kernels
 from jaxkv.cache.pages import Pages
@@ -33,6 +33,11 @@ class Attend(Protocol):
     @property
     def numerics(self) -> Numerics:
         """How attention, and everything that goes with it, is computed."""
+        ...
+
+    @property
+    def live(self) -> Array | None:
+        """bool[tokens], the tokens whose results are needed, or None for all."""
         ...
 
     def __call__(self, spec: AttentionSpec, q: Array, k: Array, v: Array, pages: Any, /) -> tuple[Array, Any]:
@@ -117,14 +122,16 @@ class MLP(nnx.Module):
         self.up_bias = new_param(rngs, up, c.dtype, None) if c.mlp_bias else None
         self.down_bias = new_param(rngs, (c.hidden_size,), c.dtype, None) if c.mlp_bias else None
 
-    def __call__(self, x: Float[Array, "tokens hidden"], numerics: Numerics) -> Float[Array, "tokens hidden"]:
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], numerics: Numerics, live: Bool[Array, " tokens"] | None = None
+    ) -> Float[Array, "tokens hidden"]:
         """Widen, activate, narrow."""
-        y = linear(x, value(self.up), optional(self.up_bias), numerics)
+        y = linear(x, value(self.up), optional(self.up_bias), numerics, live)
         if self.config.mlp == "gated":
             y = activate(self.config.activation, y[:, 0]) * y[:, 1]
         else:
             y = activate(self.config.activation, y)
-        return linear(y, value(self.down), optional(self.down_bias), numerics)
+        return linear(y, value(self.down), optional(self.down_bias), numerics, live)
 
 
 def make_norm(config: ModelConfig, kind: str | None = None, size: int | None = None) -> Norm:
@@ -152,8 +159,8 @@ class Attention(nnx.Module):
         self, x: Float[Array, "tokens hidden"], angles: Angles, attend: Attend, pages: Pages | None
     ) -> tuple[Float[Array, "tokens hidden"], Pages | None]:
         """Attention's contribution to the residual stream, and the pages with the new tokens in."""
-        tokens, numerics = x.shape[0], attend.numerics
-        qkv = linear(x, value(self.qkv), optional(self.qkv_bias), numerics)
+        tokens, numerics, live = x.shape[0], attend.numerics, attend.live
+        qkv = linear(x, value(self.qkv), optional(self.qkv_bias), numerics, live)
         if self.q_norm is None and angles is not None:
             q, k, v = pallas_kernels.split_rotated(qkv, *angles, implementation=numerics.product)
         else:
@@ -164,7 +171,7 @@ class Attention(nnx.Module):
                 q, k = rotate(q, *angles), rotate(k, *angles)
         with jax.named_scope("attend"):
             context, pages = attend(self.spec, q, k, v, pages)
-        return linear(context.reshape(tokens, -1), value(self.out), optional(self.out_bias), numerics), pages
+        return linear(context.reshape(tokens, -1), value(self.out), optional(self.out_bias), numerics, live), pages
 
 
 class Layer(nnx.Module):
@@ -189,7 +196,7 @@ class Layer(nnx.Module):
 
         def mlp(y: Array) -> Array:
             with jax.named_scope("mlp"):
-                return self.mlp(y, attend.numerics)
+                return self.mlp(y, attend.numerics, attend.live)
 
         def normed(by: Norm, y: Array) -> Array:
             return by(y, attend.numerics)

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels
 from jaxkv.cache.pages import Pages
@@ -54,8 +54,11 @@ class Segment:
     def slots(self, tables: Tables) -> tuple[Array, Array]:
         """Page and offset in it where each token's key and value go, i32[rows, queries] both."""
         page, offset = tables.slots(self.rows, self.positions())
-        real = jnp.arange(self.queries, dtype=jnp.int32)[None, :] < self.num_queries[:, None]
-        return jnp.where(real, page, 0), offset
+        return jnp.where(self.real(), page, 0), offset
+
+    def real(self) -> Bool[Array, "rows queries"]:
+        """Which tokens of the rectangle are real."""
+        return jnp.arange(self.queries, dtype=jnp.int32)[None, :] < self.num_queries[:, None]
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +70,7 @@ class Paged:
       segments: what stands where in the flat tokens.
       block_tables: i32[rows, pages_per_seq] of each segment.
       pages, offsets: i32[tokens], where each new key and value is written.
+      live: bool[tokens], which tokens are real: nothing needs the results of the others.
       numerics: how attention, and everything that goes with it, is computed.
       mesh: devices that heads and pages are split over, or None.
     """
@@ -75,6 +79,7 @@ class Paged:
     block_tables: tuple[Int[Array, "_ pages_per_seq"], ...]
     pages: Int[Array, " tokens"]
     offsets: Int[Array, " tokens"]
+    live: Bool[Array, " tokens"]
     numerics: Numerics = dataclasses.field(metadata={"static": True})
     mesh: Mesh | None = dataclasses.field(metadata={"static": True})
 
@@ -83,7 +88,8 @@ class Paged:
         """Work out once per step, for all layers, where its tokens go."""
         slots = [s.slots(tables) for s in segments]
         pages, offsets = (jnp.concatenate([s[i].reshape(-1) for s in slots]) for i in (0, 1))
-        return cls(segments, tuple(tables.of(s.rows) for s in segments), pages, offsets, numerics, mesh)
+        live = jnp.concatenate([s.real().reshape(-1) for s in segments])
+        return cls(segments, tuple(tables.of(s.rows) for s in segments), pages, offsets, live, numerics, mesh)
 
     def positions(self) -> Int[Array, " tokens"]:
         """Absolute position of every token; never negative."""

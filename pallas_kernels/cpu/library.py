@@ -24,7 +24,7 @@ import numpy as np
 import pallas_kernels.cpu
 
 FILE = "libjaxkv_cpu.so"
-HANDLERS = ("attention", "product", "rotation", "write_pages")
+HANDLERS = ("attention", "product", "product_of_live", "rotation", "write_pages")
 """What the library exports, each as `jaxkv_<name>`."""
 TARGETS = ("baseline", "avx2", "avx512", "avx512bf16", "amx")
 """Kinds of processors in rising order, numbered as in src/target.h. "baseline" is SSE2 on x86-64 and NEON on arm64."""

@@ -1,11 +1,16 @@
 """`linear` adds a bias to `pallas_kernels.product` and hands its options on; the products themselves are tested with the kernels."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import decoder
 
+import jaxkv
 import pallas_kernels
+from jaxkv.model.segments import Segment
 from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import Numerics
 
@@ -30,3 +35,19 @@ def test_numerics_reach_the_product(implementation: str | None, asked: str | Non
     traced = str(jax.make_jaxpr(lambda x, w: linear(x, w, None, numerics))(jnp.ones((2, 4)), jnp.ones((3, 4))))
     assert "deterministic=True" in traced
     assert f"implementation={asked}" in traced
+
+
+def test_rows_that_are_not_live_are_left_out_of_every_product_of_a_step():
+    """A step's products know which of its tokens are real: those of a decode row that rests, and of a chunk half full, cost nothing."""
+    model = decoder()
+    cache = jaxkv.PagedKVCache.create(model.config, num_pages=9, max_seqs=3, max_seq_len=32).allocate(jnp.array([4, 0, 2]))
+    cache = cache.advance(jnp.array([4, 0, 2]))
+    segment = Segment(None, cache.lengths, jnp.array([4, 0, 2]), queries=4)
+    tokens = jnp.arange(12, dtype=jnp.int32)
+    run = lambda tokens: model.forward_paged(tokens, (segment,), cache.tables, cache.pages, Numerics())[0]
+    program = str(jax.make_jaxpr(run)(tokens))
+    products = re.findall(r"= product\[[^\]]*\] (.*)", program)
+    assert len(products) >= 2 and all(len(operands.split()) == 3 for operands in products), products
+    live = np.array([True] * 4 + [False] * 4 + [True] * 2 + [False] * 2)
+    others = jnp.where(jnp.asarray(live), tokens, 7)
+    np.testing.assert_array_equal(jax.jit(run)(tokens)[live], jax.jit(run)(others)[live])

@@ -84,6 +84,8 @@ def test_a_wrong_argument_is_named_with_its_value():
         ({"weight": weight.astype(jnp.bfloat16)}, "one dtype.*bfloat16"),
         ({"x": x.astype(jnp.int32), "weight": weight.astype(jnp.int32)}, "one dtype.*int32"),
         ({"implementation": "triton"}, "one of .*'triton'"),
+        ({"live": jnp.ones(2, bool)}, r"live must be bool\[rows = 3\].*\[2\]"),
+        ({"live": jnp.ones(3)}, "live must be bool.*float32"),
         ({"implementation": "sums", "deterministic": True}, "deterministic=True takes .*'sums'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -111,6 +113,25 @@ def test_the_best_form_goes_by_platform_rows_and_dtype(monkeypatch: pytest.Monke
         monkeypatch.setattr(product_op, "SUMS_ARE_FAST", fast)  # the machine, which these functions take no argument for
         assert best_form("cpu", 8, 576, "float32") == form and best_tile_form("cpu", 96, "float32") == tiles
     assert best_tile_form("cpu", 1, "float32") == best_tile_form("cpu", 96, "bfloat16") == "tiles_in_turn"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("implementation", BEST)
+def test_live_rows_have_the_bits_that_they_have_without_the_others(implementation: str, deterministic: bool):
+    x, weight = arrays(20, 48, (3, 5), "float32")
+    live = jnp.arange(20) % 3 == 1
+    run = functools.partial(product, deterministic=deterministic, implementation=implementation)
+    want = jax.jit(run)(x, weight)
+    np.testing.assert_array_equal(jax.jit(run)(x, weight, live=live)[live], want[live])
+    batch = jax.vmap(lambda x, live: run(x, weight, live=live))(jnp.stack([x, x]), jnp.stack([live, ~live]))
+    if deterministic or implementation == "cpu":
+        np.testing.assert_array_equal(batch[0][live], want[live])
+        np.testing.assert_array_equal(batch[1][~live], want[~live])
+    shared = jax.vmap(lambda x: run(x, weight, live=live))(jnp.stack([x, x]))
+    assert_close(shared[1][live], wide(want[live]), 1e-5)
+    loss = lambda w: jnp.sum(jnp.sin(run(x, w, live=live))[live])
+    exact = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("bk,ijk->bij", x, w))[live]))(weight)
+    np.testing.assert_allclose(jax.grad(loss)(weight), exact, rtol=1e-4, atol=1e-4)
 
 
 class TestDerivatives:

@@ -8,7 +8,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> y, int32_t target) {
+ffi::Error product_of(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, const unsigned char* live,
+                      ffi::Result<ffi::AnyBuffer> y, int32_t target) {
   Target chosen;
   if (!resolve_target(target, &chosen)) return ffi::Error::InvalidArgument("no target of number " + std::to_string(target) + " here");
   Product p;
@@ -25,9 +26,22 @@ ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer wei
   for (size_t i = 0; i + 1 < weight_shape.size(); ++i) p.outputs *= weight_shape[i];
   if (int64_t(y->element_count()) != p.rows * p.outputs) return ffi::Error::InvalidArgument("y must be [rows, *out]");
   p.x = x.untyped_data(), p.weight = weight.untyped_data(), p.y = y->untyped_data();
+  p.live = live;
   XlaPool pool(threads);
   run(p, chosen, pool);
   return ffi::Error::Success();
+}
+
+ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> y, int32_t target) {
+  return product_of(threads, x, weight, nullptr, y, target);
+}
+
+ffi::Error product_of_live(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::BufferR1<ffi::PRED> live,
+                           ffi::Result<ffi::AnyBuffer> y, int32_t target) {
+  if (x.dimensions().size() != 2 || live.dimensions()[0] != x.dimensions()[0]) {
+    return ffi::Error::InvalidArgument("live must be [rows] and x [rows, in]");
+  }
+  return product_of(threads, x, weight, static_cast<const unsigned char*>(live.untyped_data()), y, target);
 }
 
 }  // namespace
@@ -39,4 +53,13 @@ JAXKV_HANDLER(jaxkv_product, jaxkv::product,
                   .Arg<xla::ffi::AnyBuffer>()  // x
                   .Arg<xla::ffi::AnyBuffer>()  // weight
                   .Ret<xla::ffi::AnyBuffer>()  // y
+                  .Attr<int32_t>("target"))
+
+JAXKV_HANDLER(jaxkv_product_of_live, jaxkv::product_of_live,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::AnyBuffer>()                  // x
+                  .Arg<xla::ffi::AnyBuffer>()                  // weight
+                  .Arg<xla::ffi::BufferR1<xla::ffi::PRED>>()   // live
+                  .Ret<xla::ffi::AnyBuffer>()                  // y
                   .Attr<int32_t>("target"))

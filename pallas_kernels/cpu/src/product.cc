@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <new>
+#include <vector>
 
 namespace jaxkv {
 namespace {
@@ -17,7 +20,12 @@ constexpr int64_t LINE = 64;
 
 int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-Memory allocate(int64_t bytes) { return Memory(bytes > 0 ? std::aligned_alloc(LINE, size_t(up_to(bytes, LINE))) : nullptr); }
+Memory allocate(int64_t bytes) {
+  if (bytes == 0) return nullptr;
+  Memory memory(std::aligned_alloc(LINE, size_t(up_to(bytes, LINE))));
+  if (memory == nullptr) throw std::bad_alloc();  // nobody catches it: the process ends, as it does where XLA finds no memory
+  return memory;
+}
 
 // A thread's scratch, kept for its next task.
 void* scratch_of_this_thread(int64_t bytes) {
@@ -34,11 +42,7 @@ constexpr double SERIAL = 100e3;  // multiplications that cost less than waking 
 constexpr int64_t TASKS_A_THREAD = 4, COLUMNS = 16;  // a line of float32, and a multiple of the kernels' tiles
 constexpr int64_t ROW_BLOCK_BYTES = 768 << 10;       // of x, to stay in the second cache while a task's weight passes
 
-}  // namespace
-
-void run(const Product& p, Target target, Pool& pool) {
-  if (p.rows == 0 || p.outputs == 0) return;
-  const ProductKernels& kernels = product_kernels(target);
+void run_rows(const Rows& p, const ProductKernels& kernels, Pool& pool) {
   const int64_t row_bytes = kernels.row_bytes(p);
   const Memory prepared = allocate(row_bytes * p.rows);
   const int64_t threads = std::max<int64_t>(1, double(p.rows) * double(p.outputs) * double(p.width) < SERIAL ? 1 : pool.threads());
@@ -64,6 +68,24 @@ void run(const Product& p, Target target, Pool& pool) {
     if (part.row_begin < part.row_end) kernels.part(p, part);
   };
   parallel_for(pool, row_blocks * strips, task);
+}
+
+}  // namespace
+
+void run(const Product& product, Target target, Pool& pool) {
+  if (product.outputs == 0) return;
+  Rows rows(product);
+  std::vector<int64_t> numbers;
+  if (product.live != nullptr) {
+    const size_t bytes = size_t(product.outputs) * (product.dtype == Dtype::float32 ? 4 : 2);
+    for (int64_t r = 0; r < product.rows; ++r) {
+      if (product.live[r]) numbers.push_back(r);
+      else std::memset(static_cast<char*>(product.y) + size_t(r) * bytes, 0, bytes);
+    }
+    rows.rows = int64_t(numbers.size());
+    if (rows.rows < product.rows) rows.numbers = numbers.data();
+  }
+  if (rows.rows > 0) run_rows(rows, product_kernels(target), pool);
 }
 
 }  // namespace jaxkv

@@ -150,6 +150,8 @@ JAXKV_INLINE void tile(const T* const (&weight)[W], const typename Reader<T>::Ro
   unrolled<ROWS * W>([&](auto i) JAXKV_LAMBDA { store(saved + i * LANES, sums[i / W][i % W]); });
 }
 
+JAXKV_INLINE int64_t number_of(const Rows& p, int64_t row) { return p.numbers == nullptr ? row : p.numbers[row]; }
+
 // Columns [column, column + columns) of y, and where their weights stand: as T or widened, `stride` apart.
 template <typename S>
 struct Columns {
@@ -160,7 +162,7 @@ struct Columns {
 
 // The tiles of ROWS rows from `row` on.
 template <typename T, typename S, int ROWS, bool AHEAD>
-void tiles_of_rows(const Product& p, const Columns<S>& block, const typename Reader<S>::Row* x, int64_t stride, int64_t row,
+void tiles_of_rows(const Rows& p, const Columns<S>& block, const typename Reader<S>::Row* x, int64_t stride, int64_t row,
                    const Chunk& chunk, float* saved) {
   for (int64_t c = 0; c < block.columns; c += W) {
     const int64_t n = block.columns - c < W ? block.columns - c : W;
@@ -169,8 +171,9 @@ void tiles_of_rows(const Product& p, const Columns<S>& block, const typename Rea
     F4 out[ROWS];
     tile<S, ROWS, AHEAD>(weight, x + row * stride, stride, chunk, saved + c * X * LANES, out);
     if (!chunk.last) continue;
-    T* y = static_cast<T*>(p.y) + row * p.outputs + block.column + c;
-    for (int r = 0; r < ROWS; ++r) store4(y + r * p.outputs, n, out[r]);
+    for (int r = 0; r < ROWS; ++r) {
+      store4(static_cast<T*>(p.y) + number_of(p, row + r) * p.outputs + block.column + c, n, out[r]);
+    }
   }
 }
 
@@ -180,13 +183,13 @@ constexpr int64_t CHUNK = 768;                                 // a multiple of 
 constexpr int64_t FAR = 24 << 10;                              // what is fetched so much ahead may be gone from the first cache
 
 // Columns of a block: a multiple of a line of y.
-JAXKV_INLINE int64_t block_columns(const Product& p) {
+JAXKV_INLINE int64_t block_columns(const Rows& p) {
   const int64_t fit = BLOCK_BYTES / (p.width * 4) / 16 * 16;
   return fit < 16 ? 16 : fit > MOST_COLUMNS ? MOST_COLUMNS : fit;
 }
 
 template <typename T, typename S>
-JAXKV_INLINE void block_of(const Product& p, const Part& part, const Columns<S>& block, int64_t width, const typename Reader<S>::Row* x,
+JAXKV_INLINE void block_of(const Rows& p, const Part& part, const Columns<S>& block, int64_t width, const typename Reader<S>::Row* x,
                            int64_t stride, float* saved) {
   constexpr bool FROM_MEMORY = sizeof(T) == sizeof(S);
   const int64_t rows = part.row_end - part.row_begin, tiles = (rows + X - 1) / X, length = tiles == 1 ? width : CHUNK;
@@ -210,12 +213,12 @@ JAXKV_INLINE void block_of(const Product& p, const Part& part, const Columns<S>&
 }
 
 // Bytes of sums between chunks, and of a block of columns widened.
-JAXKV_INLINE int64_t sums_bytes(const Product& p, int64_t rows) {
+JAXKV_INLINE int64_t sums_bytes(const Rows& p, int64_t rows) {
   return rows <= X || p.width <= CHUNK ? 0 : (rows + X - 1) / X * MOST_COLUMNS * X * VECTOR_BYTES;
 }
 
 template <typename T>
-void part_of(const Product& p, const Part& part) {
+void part_of(const Rows& p, const Part& part) {
   typedef typename Reader<T>::Row Row;
   const int64_t padded = padded_width<T>(p.width), columns = block_columns(p), rows = part.row_end - part.row_begin;
   const Row* x = static_cast<const Row*>(part.x == nullptr ? p.x : part.x);
@@ -237,34 +240,34 @@ void part_of(const Product& p, const Part& part) {
 }
 
 template <typename T>
-int64_t row_bytes_of(const Product& p) {
+int64_t row_bytes_of(const Rows& p) {
   const int64_t padded = padded_width<T>(p.width);
-  return WIDENED<T> || padded != p.width ? padded * int64_t(sizeof(typename Reader<T>::Row)) : 0;
+  return WIDENED<T> || padded != p.width || p.numbers != nullptr ? padded * int64_t(sizeof(typename Reader<T>::Row)) : 0;
 }
 
 template <typename T>
-void prepare_rows(const Product& p, int64_t begin, int64_t end, void* to) {
+void prepare_rows(const Rows& p, int64_t begin, int64_t end, void* to) {
   for (int64_t r = begin; r < end; ++r) {
-    prepare_row(static_cast<const T*>(p.x) + r * p.width, p.width,
+    prepare_row(static_cast<const T*>(p.x) + number_of(p, r) * p.width, p.width,
                 static_cast<typename Reader<T>::Row*>(to) + r * padded_width<T>(p.width));
   }
 }
 
-int64_t row_bytes(const Product& p) {
+int64_t row_bytes(const Rows& p) {
   if (p.dtype == Dtype::float32) return row_bytes_of<float>(p);
   return p.dtype == Dtype::bfloat16 ? row_bytes_of<bf16>(p) : row_bytes_of<f16>(p);
 }
 
-void prepare(const Product& p, int64_t begin, int64_t end, void* to) {
+void prepare(const Rows& p, int64_t begin, int64_t end, void* to) {
   if (p.dtype == Dtype::float32) return prepare_rows<float>(p, begin, end, to);
   return p.dtype == Dtype::bfloat16 ? prepare_rows<bf16>(p, begin, end, to) : prepare_rows<f16>(p, begin, end, to);
 }
 
-int64_t scratch_bytes(const Product& p, int64_t rows) {
+int64_t scratch_bytes(const Rows& p, int64_t rows) {
   return sums_bytes(p, rows) + (rows < WIDEN_FROM ? 0 : block_columns(p) * row_bytes(p));
 }
 
-void part(const Product& p, const Part& given) {
+void part(const Rows& p, const Part& given) {
   if (p.dtype == Dtype::float32) return part_of<float>(p, given);
   return p.dtype == Dtype::bfloat16 ? part_of<bf16>(p, given) : part_of<f16>(p, given);
 }

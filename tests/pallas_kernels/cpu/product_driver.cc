@@ -75,16 +75,19 @@ bool check(std::mt19937& random, jaxkv::Pool& pool) {
   fill(random, dtype, weight, weight_values, outputs * width);
   const size_t size = size_of(dtype);
   std::unique_ptr<char[]> y(new char[size_t(rows * outputs) * size]), alone(new char[size_t(outputs) * size]);
-  jaxkv::run(Product{dtype, rows, width, outputs, x.get(), weight.get(), y.get()}, target, pool);
+  std::unique_ptr<unsigned char[]> live(new unsigned char[size_t(rows)]);
+  const unsigned dead = random() % 3;  // none, some, most
+  for (int64_t m = 0; m < rows; ++m) live[size_t(m)] = dead == 0 || random() % (2 * dead) == 0;
+  jaxkv::run(Product{dtype, rows, width, outputs, x.get(), weight.get(), y.get(), live.get()}, target, pool);
   const int64_t row = int64_t(random() % uint32_t(rows));
   std::unique_ptr<char[]> x_row(new char[size_t(width) * size]);
   std::memcpy(x_row.get(), x.get() + size_t(row * width) * size, size_t(width) * size);
-  jaxkv::run(Product{dtype, 1, width, outputs, x_row.get(), weight.get(), alone.get()}, target, pool);
+  jaxkv::run(Product{dtype, 1, width, outputs, x_row.get(), weight.get(), alone.get(), &live[size_t(row)]}, target, pool);
   bool right = std::memcmp(alone.get(), y.get() + size_t(row * outputs) * size, size_t(outputs) * size) == 0;
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outputs; ++n) {
       double want = 0;
-      for (int64_t k = 0; k < width; ++k) want += x_values[size_t(m * width + k)] * weight_values[size_t(n * width + k)];
+      for (int64_t k = 0; live[size_t(m)] && k < width; ++k) want += x_values[size_t(m * width + k)] * weight_values[size_t(n * width + k)];
       const double unit = dtype == Dtype::float32 ? 0 : dtype == Dtype::bfloat16 ? 1.0 / 256 : 1.0 / 2048;
       const double got = value_of(dtype, y.get() + size_t(m * outputs + n) * size);
       right = right && std::abs(got - want) <= unit * std::abs(want);

@@ -88,6 +88,20 @@ def test_float16_beyond_its_range_is_infinite():
         assert np.isposinf(np.asarray(compiled(target)(x, x), np.float32)).all(), target
 
 
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("target", targets())
+def test_rows_that_are_not_live_are_left_out_and_change_no_bit(target: str, dtype: str):
+    """Live ones in front, behind, scattered, none and all; what stands in the others is not even read."""
+    rng = np.random.default_rng(3)
+    x, weight = arrays(0, 70, 576, 50, dtype)
+    whole = np.asarray(compiled(target)(x, weight))
+    number = np.arange(70)
+    for live in (number < 5, number >= 60, rng.random(70) < 0.5, number < 0, number >= 0, number == 33):
+        given = jnp.where(jnp.asarray(live)[:, None], x, jnp.nan)
+        got = np.asarray(compiled(target)(given, weight, jnp.asarray(live)))
+        np.testing.assert_array_equal(got, np.where(live[:, None], whole, 0).astype(whole.dtype))
+
+
 SHAPE = st.tuples(st.integers(1, 80), st.integers(1, 260), st.integers(1, 140))
 
 

@@ -33,7 +33,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxkv.config import ModelConfig
+from jaxkv.config import ModelConfig, shown
 
 AXIS = "tensor"
 BY_HEAD = PartitionSpec(None, AXIS)
@@ -41,8 +41,11 @@ BY_HEAD = PartitionSpec(None, AXIS)
 WHOLE = PartitionSpec()
 
 
-def automatic(mesh: Mesh | AbstractMesh) -> Any:
+def automatic(mesh: Any) -> Any:
     """The mesh with automatic axes in place of explicit ones."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        wanted = f'a jax.sharding.Mesh with an axis {AXIS!r}, jax.make_mesh((2,), ("tensor",)), or None'
+        raise ValueError(f"mesh must be {wanted}, got {shown(mesh)}")
     types = tuple(AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
     return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
 

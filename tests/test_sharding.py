@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxkv
-from jaxkv.sharding import BY_HEAD, pages_sharding
+from jaxkv.sharding import BY_HEAD, automatic, pages_sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,3 +75,9 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_made() -> None:
         jaxkv.PagedKVCache.create(
             decoders.config(), num_pages=4, max_seqs=1, max_seq_len=16, mesh=jax.make_mesh((1,), ("data",))
         )
+
+
+def test_what_is_no_mesh_is_refused_by_name() -> None:
+    """It was an AttributeError about axis_types."""
+    with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh with an axis 'tensor'.*got {'tensor': 2}"):
+        automatic({"tensor": 2})

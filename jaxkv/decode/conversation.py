@@ -11,16 +11,16 @@ prefix. All sizes are those of the conversation, so that all answers share one p
 
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.config import CacheConfig, integer, pages_for
+from jaxkv.config import CacheConfig, integer, pages_for, shown
 from jaxkv.decode.device_scheduler import advance
 from jaxkv.decode.outputs import Token
 from jaxkv.decode.prompts import Ends, end_tokens, numerics_of, read_keys
@@ -37,6 +37,7 @@ CONTEXT = 2048
 PREFILL_CHUNK = 64
 """A turn is short, and a step's chunk costs the same however full it is."""
 
+_WAY_OUT = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) gives them"
 _NAMES = Names("tokens", "lengths", "history")
 
 
@@ -105,15 +106,13 @@ class Conversation:
         """The cache, of one row; the next answer takes its memory over. None before the first answer."""
         return self._cache
 
-    def answer(
-        self, tokens: Int[Array | np.ndarray, " history"] | Sequence[int], *, max_new_tokens: int | None = None, key: Any = None
-    ) -> Generator[Token, None, None]:
+    def answer(self, tokens: Any, *, max_new_tokens: int | None = None, key: Any = None) -> Generator[Token, None, None]:
         """The answer to a history, token by token.
 
         Whoever stops early (`break`, an exception, Ctrl-C) has lost nothing: what was computed stays in the cache.
 
         Args:
-          tokens: ids of the whole history, at least one.
+          tokens: ids of the whole history, at least one, [tokens]: a list, or an array of NumPy's or JAX's.
           max_new_tokens: tokens of the answer, at most; by default as many as there is room for.
           key: `jax.random.key`, needed unless the sampling is greedy. One key for all answers draws the same at the same position.
 
@@ -124,6 +123,14 @@ class Conversation:
           ValueError: `tokens` are no ids of the vocabulary or leave no room for an answer, or an argument is out of range; before
             anything is computed. A later `answer` ends an earlier one, whose iterator then raises.
         """
+        if isinstance(tokens, str | bytes | Mapping) or hasattr(tokens, "input_ids"):
+            raise ValueError(f"{_NAMES.tokens} must be one history's ids, got {shown(tokens)}: {_WAY_OUT}")
+        if getattr(tokens, "ndim", 1) != 1 or (
+            isinstance(tokens, list | tuple) and tokens and isinstance(tokens[0], list | tuple)
+        ):
+            raise ValueError(
+                f"{_NAMES.tokens} are one history, a flat list of ids, got {shown(tokens)}: give its row, tokens[0]"
+            )
         ids = np.asarray(read_rectangle([tokens], _NAMES))  # stays NumPy's: jax compiles a program for each shape it takes over
         check_tokens(ids, None, self.model.config.vocab_size, _NAMES.tokens)
         length, room = ids.shape[1], self.max_seq_len

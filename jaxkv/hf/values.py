@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.config import integer
+
 Count = Any
 """An integer of Python, NumPy, JAX or torch."""
 Number = Any
@@ -27,10 +29,7 @@ def count(name: str, value: Any, *, least: int = 1) -> int:
     Raises:
       ValueError: it is none; the message names it.
     """
-    number = plain(value)
-    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= _MOST:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-    return number
+    return integer(name, plain(value), least)
 
 
 def seed(name: str, value: Any) -> int:

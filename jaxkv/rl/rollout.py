@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.config import shown
@@ -31,6 +32,16 @@ class Sequences(NamedTuple):
     new: Bool[Array, "rows seq"]
     logprobs: Float[Array, "rows seq"]
     sampled_logprobs: Float[Array, "rows seq"]
+
+    def __repr__(self) -> str:
+        """In words; names alone where values are traced or are no arrays."""
+        if any(
+            isinstance(x, Tracer) or getattr(x, "ndim", 0) != n for x, n in ((self.tokens, 2), (self.lengths, 1), (self.new, 2))
+        ):
+            return f"Sequences({', '.join(self._fields)})"  # jax builds one of placeholders, or adds an axis
+        rows, width = self.tokens.shape
+        real, new = int(np.sum(np.asarray(self.lengths))), int(np.sum(np.asarray(self.new)))
+        return f"Sequences({rows} rows of up to {width} tokens, {real} in all, {new} of them generated; .{', .'.join(self._fields)})"
 
 
 class Mismatch(NamedTuple):

@@ -16,10 +16,12 @@ class ChatHistory:
       messages: as transformers has them, `{"role": ..., "content": ...}`.
 
     Raises:
-      ValueError: the model has no chat template, or its template takes no system message.
+      ValueError: there is no tokenizer, the model has no chat template, or its template takes no system message.
     """
 
     def __init__(self, tokenizer: Any, *, system: str | None = None):
+        if tokenizer is None:
+            raise ValueError("there is no tokenizer: jaxkv.load returns None for one where the model's files hold none")
         if not tokenizer.chat_template:
             raise ValueError(
                 "the model has no chat template, so it was not made to converse: take one that was (their names often end in "

@@ -121,13 +121,15 @@ def dtype_name(dtype: Any) -> str | None:
     return plain
 
 
-def find(name_or_path: str | os.PathLike) -> Path:
+def find(name_or_path: Any) -> Path:
     """The folder or GGUF file of a model, fetched if it must be.
 
     Raises:
       FileNotFoundError, ValueError, ConnectionError: as `load`.
     """
-    name, path = os.fspath(name_or_path), Path(name_or_path)
+    if not isinstance(name_or_path, str | os.PathLike) or not os.fspath(name_or_path):
+        raise ValueError(f"name_or_path must be a hub id, a folder or a .gguf file, got {name_or_path!r}")
+    name, path = os.fspath(name_or_path), Path(name_or_path).expanduser()
     if name in ALIASES:
         return default_model_path()
     if name and path.is_dir():

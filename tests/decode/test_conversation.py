@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import decoders
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxkv
@@ -195,6 +196,10 @@ def test_mistakes_are_named_before_anything_is_computed() -> None:
         (lambda: conversation.answer([1, 2], max_new_tokens=0), "max_new_tokens must be an integer >= 1"),
         (lambda: conversation.answer([decoders.VOCAB]), "outside the vocabulary"),
         (lambda: conversation.answer([]), "at least one token"),
+        (lambda: conversation.answer([[1, 2]]), "a flat list of ids"),
+        (lambda: conversation.answer(jnp.ones((1, 2), jnp.int32)), "a flat list of ids"),
+        (lambda: conversation.answer("Hello"), "one history's ids, got 'Hello'.*apply_chat_template"),
+        (lambda: conversation.answer({"input_ids": [1]}), "apply_chat_template"),
         (lambda: sampled.answer([1]), "sampling needs a key"),
         (lambda: new(max_seq_len=10**6), "the model allows"),
         (lambda: new(max_seq_len=1), "max_seq_len must be an integer >= 2"),

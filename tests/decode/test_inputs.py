@@ -241,6 +241,7 @@ def test_reprs_are_a_few_lines():
         (model(), "1 layers, 4 heads of 8 (2 kv), hidden 32, vocabulary 61"),
         (out, "4 tokens made"),
         (cache(), "9 pages of 4 tokens"),
+        (jaxkv.sequences(IDS, None, out), "2 rows of up to 5 tokens, 10 in all, 4 of them generated"),
     ):
         assert words in repr(value) and len(repr(value)) < 400 and repr(value).count("\n") < 4 and str(value) == repr(value)
     seen: list[str] = []

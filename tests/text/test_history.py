@@ -56,6 +56,8 @@ def test_a_question_without_room_is_refused_and_not_added() -> None:
 def test_a_model_without_a_template_does_not_converse() -> None:
     with pytest.raises(ValueError, match=r"no chat template.*jaxkv generate"):
         ChatHistory(byte_tokenizer())
+    with pytest.raises(ValueError, match="there is no tokenizer"):
+        ChatHistory(None)
 
 
 def test_a_template_that_takes_no_system_message_is_named_with_the_way_out() -> None:

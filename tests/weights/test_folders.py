@@ -17,7 +17,7 @@ import jaxkv.weights.saving
 from jaxkv import Decoder
 from jaxkv.config import ModelConfig, Rope
 from jaxkv.weights import TokenizerWarning, load, save
-from jaxkv.weights.loading import dtype_name
+from jaxkv.weights.loading import dtype_name, find
 
 CONFIG = ModelConfig("llama", 97, 32, 4, 4, 2, 8, 40, 64, rope=Rope(rotary_dim=8))
 INDEX = "model.safetensors.index.json"
@@ -211,3 +211,15 @@ def test_a_sentencepiece_model_without_the_package(folder: Path, monkeypatch: py
 
 def test_a_good_tokenizer_still_comes_along(tmp_path: Path) -> None:
     assert load(save_model(tmp_path / "m"))[1]("ab")["input_ids"]
+
+
+@pytest.mark.parametrize("wrong", [None, "", 3])
+def test_what_is_no_name_of_a_model(wrong: object) -> None:
+    """None was a TypeError of the standard library's, "" an empty message."""
+    with pytest.raises(ValueError, match="name_or_path must be a hub id, a folder or a .gguf file, got"):
+        find(wrong)
+
+
+def test_a_tilde_is_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert find(f"~/{folder.name}") == folder

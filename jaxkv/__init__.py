@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.cache.report import CacheStats
 from jaxkv.config import CacheConfig, ModelConfig, Rope
-from jaxkv.decode.beam_search import BeamSearchOutput, beam_search
+from jaxkv.decode.beam_search import beam_search
 from jaxkv.decode.conversation import Conversation
 from jaxkv.decode.extend import extend
 from jaxkv.decode.generate import generate, stream
 from jaxkv.decode.naive import generate_naive
-from jaxkv.decode.outputs import GenerateOutput, GenerateStats, Token
+from jaxkv.decode.outputs import BeamSearchOutput, GenerateOutput, GenerateStats, Token
 from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.decode.speculative import Draft, NGram
 from jaxkv.decode.step import StepInputs, step

@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cli.model import check_pool, open_with_tokenizer
-from jaxkv.cli.progress import Clock, Status, summary
+from jaxkv.cli.progress import Clock, summary
 from jaxkv.cli.prompts import new_token_budget, read_prompts, token_rows
 from jaxkv.cli.sampling import chosen_samples, chosen_sampling, complaint, typed_sampling
 from jaxkv.cli.worker import Worker
@@ -94,14 +94,10 @@ def _generate(
             clock.token(token.prompt)
             yield token
 
-    status = Status(sys.stderr)
-    status.show("compiling ...")
     worker = Worker(work())
     for token in worker:
-        status.show("")
         answers.token(token.prompt * options["num_samples"] + token.sample, token.token)
     clock.stop()
-    status.show("")
     answers.finish()
     assert worker.result is not None
     return worker.result

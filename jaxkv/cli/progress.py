@@ -1,11 +1,9 @@
-"""What is said while a command works and after it: a line on a terminal, and the figures of a run."""
+"""The figures of a run, said after it."""
 
 import time
 from typing import Any
 
 import jax
-
-from jaxkv.text import Terminal
 
 
 class Clock:
@@ -46,20 +44,6 @@ class Clock:
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None
-
-
-class Status:
-    """One line on a terminal that says what takes so long; nothing where stderr is no terminal."""
-
-    def __init__(self, err: Terminal):
-        self.err, self.shown = (err if err.isatty() else None), False
-
-    def show(self, text: str) -> None:
-        """Replaces the line; "" removes it."""
-        if self.err is not None and (text or self.shown):
-            self.err.write(f"\r\x1b[K{text}")
-            self.err.flush()
-            self.shown = bool(text)
 
 
 def summary(stats: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
 
 from jaxkv.config import CacheConfig, pages_for
 from jaxkv.decode.beams import Rules, candidates
@@ -12,6 +11,7 @@ from jaxkv.decode.prompts import longest_known, longest_sequence
 from jaxkv.decode.run_state import Chunk
 from jaxkv.decode.rungs import pad, page_bytes
 from jaxkv.model.decoder import Decoder
+from jaxkv.model.token_ids import ArrayLike
 from jaxkv.ops.numerics import Numerics
 from jaxkv.programs import ladder
 
@@ -29,11 +29,11 @@ class Search(NamedTuple):
 class BeamJob(NamedTuple):
     """What was asked for, as arrays; prompts behind the first `num_real` are padding."""
 
-    prompts: Array | np.ndarray
-    lengths: Array | np.ndarray
+    prompts: ArrayLike
+    lengths: ArrayLike
     rules: Rules
-    eos: Array | np.ndarray
-    num_real: Array | np.ndarray
+    eos: ArrayLike
+    num_real: ArrayLike
 
 
 def _pages_needed(length: int, search: Search, page_size: int) -> int:
@@ -44,14 +44,14 @@ def _pages_needed(length: int, search: Search, page_size: int) -> int:
     return shared + search.num_beams * (pages_for(length + search.max_new - 1, page_size) - shared)
 
 
-def _all_pages(lengths: Array | np.ndarray, width: int, search: Search, page_size: int) -> int:
+def _all_pages(lengths: ArrayLike, width: int, search: Search, page_size: int) -> int:
     """Pages for all prompts, of `width` tokens each where that is not known, and the null page."""
     known = [width] * lengths.shape[0] if isinstance(lengths, Tracer) else np.asarray(lengths).tolist()
     return sum(_pages_needed(n, search, page_size) for n in known) + 1
 
 
 def cache_sizes(
-    model: Decoder, lengths: Array | np.ndarray, width: int, search: Search, page_size: int, num_pages: int | None
+    model: Decoder, lengths: ArrayLike, width: int, search: Search, page_size: int, num_pages: int | None
 ) -> CacheConfig:
     """Sizes of the cache, from the width of `prompts` and not from `lengths`, so that other lengths do not recompile."""
     longest = longest_sequence(model.config, lengths, width, search.max_new)

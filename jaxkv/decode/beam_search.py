@@ -11,7 +11,7 @@ another, and one that can no longer improve gives its pages back while the other
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.config import CacheConfig, integer, number, shown
 from jaxkv.decode.beam_job import BeamJob, Search, cache_sizes, on_a_rung
 from jaxkv.decode.beams import Beams, Rules, candidates, select
+from jaxkv.decode.outputs import BeamSearchOutput
 from jaxkv.decode.prompts import (
     Ends,
     Prompts,
@@ -35,27 +36,10 @@ from jaxkv.decode.rungs import cut, shapes_are_the_callers
 from jaxkv.decode.step import StepInputs, step_logits
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
+from jaxkv.model.token_ids import as_int32
 from jaxkv.programs import waiting_on_compiler
 from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import vary_like, while_loop
-
-
-class BeamSearchOutput(NamedTuple):
-    """What `beam_search` returns; the best sequence first.
-
-    Attributes:
-      tokens: generated ids, an end token included, padded with -1.
-      lengths: how many are real.
-      scores: sum of the tokens' log-probabilities over lengths ** length_penalty.
-      steps: passes of all beams through the model, prefill not counted.
-      peak_pages: most pages in use at once.
-    """
-
-    tokens: Int[Array, "num_prompts num_return max_new"]
-    lengths: Int[Array, "num_prompts num_return"]
-    scores: Float[Array, "num_prompts num_return"]
-    steps: Int[Array, ""]
-    peak_pages: Int[Array, ""]
 
 
 def beam_search(
@@ -110,14 +94,15 @@ def beam_search(
     _check(search, eos.shape[0], model.config.vocab_size)
     num_pages = None if num_pages is None else integer("num_pages", num_pages, 0)
     sizes = cache_sizes(model, lengths, width, search, integer("page_size", page_size), num_pages)
-    job = BeamJob(prompts, lengths, rules, eos, np.asarray(prompts.shape[0], np.int32))
+    job = BeamJob(prompts, lengths, rules, eos, as_int32(np.asarray(prompts.shape[0])))
     if shapes_are_the_callers(job):
         return _beam_search(model, job, search, sizes)
     given = (num_pages is not None, prefill_chunk is not None)
     shape = (len(lengths), search.num_return)
     with waiting_on_compiler(f"beam_search for {search.num_beams} beams of each prompt"):
         out = _beam_search(model, *on_a_rung(model, job, search, sizes, given))
-    return BeamSearchOutput(cut(out.tokens, *shape, max_new), *(cut(x, *shape) for x in out[1:3]), out.steps, out.peak_pages)
+    tokens, lengths, scores = cut(out.tokens, *shape, max_new), cut(out.lengths, *shape), cut(out.scores, *shape)
+    return BeamSearchOutput(tokens, lengths, scores, out.steps, out.peak_pages)
 
 
 def _rules(length_penalty: Any, early_stopping: Any, max_new: int) -> Rules:
@@ -132,7 +117,8 @@ def _rules(length_penalty: Any, early_stopping: Any, max_new: int) -> Rules:
     eager = not patient and bool(stop)
     if not isinstance(length_penalty, Tracer):
         length_penalty = np.asarray(length_penalty, np.float32)
-    return Rules(length_penalty, np.asarray(eager), np.asarray(patient), np.asarray(max_new, np.int32))
+    limit = as_int32(np.asarray(max_new))
+    return Rules(length_penalty, cast(Array, np.asarray(eager)), cast(Array, np.asarray(patient)), limit)
 
 
 def _check(search: Search, num_ends: int, vocab: int) -> None:

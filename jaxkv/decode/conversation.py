@@ -27,7 +27,7 @@ from jaxkv.decode.prompts import Ends, end_tokens, numerics_of, read_keys
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run, start
 from jaxkv.decode.sampling import Sampling, as_sampling
 from jaxkv.model.decoder import Decoder, check_decoder
-from jaxkv.model.token_ids import Names, check_tokens, read_rectangle
+from jaxkv.model.token_ids import Names, as_int32, check_tokens, read_rectangle
 from jaxkv.programs import waiting_on_compiler
 from jaxkv.sharding import within
 
@@ -145,13 +145,13 @@ class Conversation:
         prompt = np.zeros((1, room), np.int32)
         prompt[:, :length] = ids
         job = Job(
-            prompts=prompt,
-            prompt_lengths=np.array([length], np.int32),
-            limits=np.array([limit], np.int32),
+            prompts=as_int32(prompt),
+            prompt_lengths=as_int32(np.array([length])),
+            limits=as_int32(np.array([limit])),
             keys=read_keys(key, 1, greedy=not self._plan.sampled),
             sampling=self._sampling,
             eos=self._eos,
-            num_real=np.asarray(1, np.int32),
+            num_real=as_int32(np.asarray(1)),
         )
         return self._answer(prompt[0, :length].tolist(), job, limit)
 

@@ -113,8 +113,8 @@ def run_step(model: Decoder, job: Job, run: Run, pays: Array, plan: Plan) -> Run
     state = vary_like((cache.pages, nothing), model, run, job)
     state = when(pays, lambda s: forward(inputs.beside_chunk(), s), state)
     pages, hidden = when(~pays, lambda s: forward(inputs.without_chunk(), s), state)
-    logits, cache = model.logits(hidden, plan.numerics), cache.with_pages(pages)
     produced = (num_tokens > 0) & (cache.lengths == known)
+    logits, cache = model.logits(hidden, plan.numerics, produced), cache.with_pages(pages)
     request = jnp.where(run.live, run.row_request, 0)
     run, index = count_step(run, cache), run.out_lengths[request]
     return note(run, plan, choose(job, plan, logits, request, known), produced, index)

@@ -121,11 +121,12 @@ def _run(
     segment, flat = Segment(None, cache.lengths, count, queries=chunk), tokens.astype(jnp.int32).reshape(-1)
     hidden, pages = model.forward_paged(flat, (segment,), cache.tables, cache.pages, numerics)
     if all_logits:
-        logits = model.logits(hidden, numerics).reshape(seqs, chunk, -1)
         real = jnp.arange(chunk, dtype=jnp.int32)[None, :] < count[:, None]
+        logits = model.logits(hidden, numerics, real.reshape(-1)).reshape(seqs, chunk, -1)
     else:
         last = hidden.reshape(seqs, chunk, -1)[jnp.arange(seqs, dtype=jnp.int32), jnp.maximum(count - 1, 0)]
-        logits, real = model.logits(last, numerics), count > 0
+        real = count > 0
+        logits = model.logits(last, numerics, real)
     return jnp.where(real[..., None], logits, 0.0), cache.with_pages(pages)
 
 

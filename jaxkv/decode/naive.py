@@ -18,6 +18,7 @@ from jaxkv.decode.prompts import Ends, Prompts, end_tokens, keys_of, longest_seq
 from jaxkv.decode.rungs import cut, pad, repeat_last, shapes_are_the_callers
 from jaxkv.decode.sampling import Sampling, as_sampling, sample
 from jaxkv.model.decoder import Decoder, check_decoder
+from jaxkv.model.token_ids import ArrayLike, as_int32
 from jaxkv.programs import ladder, waiting_on_compiler
 from jaxkv.sharding import on_automatic_axes
 from pallas_kernels.varying import while_loop
@@ -53,7 +54,7 @@ def generate_naive(
     keys = read_keys(key, num_prompts, greedy=sampling.always_greedy)
     rows = sampling.per_row(num_prompts)
     ends = end_tokens(model.config, eos_token_id)
-    limits = np.full(num_prompts, max_new_tokens, np.int32)
+    limits = as_int32(np.full(num_prompts, max_new_tokens))
     job = _Job(prompts, lengths, limits, rows, keys, ends)
     if shapes_are_the_callers(job):
         return _naive(model, job, max_new_tokens, total)
@@ -77,12 +78,12 @@ def generate_naive(
 class _Job(NamedTuple):
     """What was asked for; a prompt whose limit is 0 is padding."""
 
-    prompts: Array | np.ndarray
-    lengths: Array | np.ndarray
-    limits: Array | np.ndarray
+    prompts: ArrayLike
+    lengths: ArrayLike
+    limits: ArrayLike
     sampling: Sampling
     keys: Array | None
-    ends: Array | np.ndarray
+    ends: ArrayLike
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

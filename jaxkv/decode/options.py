@@ -24,6 +24,7 @@ from jaxkv.decode.rungs import MAX_SEQS, Asked, on_a_rung, shapes_are_the_caller
 from jaxkv.decode.sampling import Sampling, as_sampling
 from jaxkv.decode.speculative import Draft, NGram, speculate
 from jaxkv.model.decoder import check_decoder
+from jaxkv.model.token_ids import as_int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) ->
         keys=read_keys(o.key, num_prompts, greedy=greedy),
         sampling=sampling.per_row(num_prompts),
         eos=end_tokens(config, o.eos_token_id),
-        num_real=np.asarray(num_prompts, np.int32),
+        num_real=as_int32(np.asarray(num_prompts)),
         num_samples=o.num_samples,
     )
     chunk = Chunk.holding(o.prefill_chunk, width, max_seqs)

@@ -1,4 +1,4 @@
-"""What `generate` and `stream` give back."""
+"""What `generate`, `stream` and `beam_search` give back."""
 
 from typing import NamedTuple
 
@@ -69,6 +69,36 @@ class GenerateOutput(NamedTuple):
 
         figures = ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in self.stats._asdict().items())
         return output_svg(np.asarray(self.lengths), np.asarray(self.logprobs), np.asarray(self.finished), figures)
+
+
+class BeamSearchOutput(NamedTuple):
+    """What `beam_search` returns; the best sequence first.
+
+    Attributes:
+      tokens: generated ids, an end token included, padded with -1.
+      lengths: how many are real.
+      scores: sum of the tokens' log-probabilities over lengths ** length_penalty.
+      steps: passes of all beams through the model, prefill not counted.
+      peak_pages: most pages in use at once.
+    """
+
+    tokens: Int[Array, "num_prompts num_return max_new"]
+    lengths: Int[Array, "num_prompts num_return"]
+    scores: Float[Array, "num_prompts num_return"]
+    steps: Int[Array, ""]
+    peak_pages: Int[Array, ""]
+
+    def __repr__(self) -> str:
+        """In words; names alone where values are traced or are no arrays."""
+        known = all(isinstance(x, Array | np.ndarray) and not isinstance(x, Tracer) for x in self)
+        if not known or self.tokens.ndim != 3:
+            return f"BeamSearchOutput({', '.join(self._fields)})"
+        prompts, sequences, most = self.tokens.shape
+        made = int(np.sum(np.asarray(self.lengths)))
+        return (
+            f"BeamSearchOutput({prompts} prompts, {sequences} sequences of each, of up to {most} tokens: {made} tokens,\n"
+            f"  {int(self.steps)} steps, {int(self.peak_pages)} pages at most; .{', .'.join(self._fields)})"
+        )
 
 
 class Token(NamedTuple):

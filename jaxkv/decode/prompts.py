@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
 from jaxkv.config import ModelConfig, pages_for, shown
-from jaxkv.model.token_ids import IDS, read_counts, read_ends, read_tokens
+from jaxkv.model.token_ids import IDS, ArrayLike, as_int32, read_counts, read_ends, read_tokens
 from jaxkv.ops.numerics import Numerics
 
 Prompts = Int[Array | np.ndarray, "num_prompts width"] | Sequence[Sequence[int]]
@@ -24,7 +24,7 @@ Ends = int | Sequence[int] | Array | None
 
 def pad_prompts(
     prompts: Any, lengths: Any = None, vocab_size: int = IDS
-) -> tuple[Int[Array | np.ndarray, "num_prompts width"], Int[Array | np.ndarray, " num_prompts"]]:
+) -> tuple[Int[ArrayLike, "num_prompts width"], Int[ArrayLike, " num_prompts"]]:
     """Prompts as an array and their lengths; lists of ids are padded on the right with 0. See `read_tokens` for what is refused."""
     return read_tokens(prompts, lengths, vocab_size=vocab_size)
 
@@ -48,12 +48,12 @@ def numerics_of(implementation: Any, deterministic: Any) -> Numerics:
     return Numerics(implementation, bool(deterministic))
 
 
-def longest_known(lengths: Int[Array | np.ndarray, " num_prompts"], width: int) -> int:
+def longest_known(lengths: Int[ArrayLike, " num_prompts"], width: int) -> int:
     """Tokens of the longest prompt, or of the array's width where lengths are traced."""
     return width if isinstance(lengths, Tracer) else int(np.max(np.asarray(lengths)))
 
 
-def longest_sequence(config: ModelConfig, lengths: Int[Array | np.ndarray, " num_prompts"], width: int, max_new: int) -> int:
+def longest_sequence(config: ModelConfig, lengths: Int[ArrayLike, " num_prompts"], width: int, max_new: int) -> int:
     """Tokens that a sequence may get to; from the width, so that other lengths do not recompile.
 
     Raises:
@@ -68,7 +68,7 @@ def longest_sequence(config: ModelConfig, lengths: Int[Array | np.ndarray, " num
     return min(width + max_new, allowed)
 
 
-def token_limits(limits: Any, num_prompts: int, max_new: int) -> Int[Array | np.ndarray, " num_prompts"]:
+def token_limits(limits: Any, num_prompts: int, max_new: int) -> Int[ArrayLike, " num_prompts"]:
     """Tokens to generate for each prompt, `max_new` unless limits are given.
 
     Raises:
@@ -76,7 +76,7 @@ def token_limits(limits: Any, num_prompts: int, max_new: int) -> Int[Array | np.
     """
     counts = read_counts("token_limits", limits, num_prompts, 1, max_new, rule="max_new_tokens = ")
     if counts is None:
-        return np.full(num_prompts, max_new, np.int32)
+        return as_int32(np.full(num_prompts, max_new))
     return jnp.clip(counts, 1, max_new) if isinstance(counts, Tracer) else counts
 
 
@@ -130,6 +130,6 @@ def token_keys(keys: Key[Array, " rows"], sample: Int[Array, " rows"], position:
     return jax.vmap(lambda k, s, p: jax.random.fold_in(jax.random.fold_in(k, s), p))(keys, sample, position)
 
 
-def end_tokens(config: ModelConfig, ends: Any) -> Int[Array | np.ndarray, " ends"]:
+def end_tokens(config: ModelConfig, ends: Any) -> Int[ArrayLike, " ends"]:
     """End tokens as i32[n]: the model's own for None; n is 0 for (). See `read_ends` for what is refused."""
     return read_ends(ends, config.eos_token_ids, config.vocab_size)

@@ -16,6 +16,7 @@ from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.decode.prompts import keys_of
 from jaxkv.decode.sampling import Sampling
 from jaxkv.model.decoder import Decoder
+from jaxkv.model.token_ids import ArrayLike, as_int32
 from jaxkv.ops.numerics import Numerics
 
 CHUNK, PIECES = 256, 4
@@ -86,19 +87,19 @@ class Job:
       num_samples: requests per prompt.
     """
 
-    prompts: Int[Array | np.ndarray, "num_prompts width"]
-    prompt_lengths: Int[Array | np.ndarray, " num_prompts"]
-    limits: Int[Array | np.ndarray, " num_prompts"]
+    prompts: Int[ArrayLike, "num_prompts width"]
+    prompt_lengths: Int[ArrayLike, " num_prompts"]
+    limits: Int[ArrayLike, " num_prompts"]
     keys: Key[Array, "*num_prompts"] | None
     sampling: Sampling
-    eos: Int[Array | np.ndarray, " ends"]
-    num_real: Int[Array | np.ndarray, ""]
+    eos: Int[ArrayLike, " ends"]
+    num_real: Int[ArrayLike, ""]
     draft: Decoder | None = None
     num_samples: int = dataclasses.field(default=1, metadata={"static": True})
 
     def without_prompts(self) -> "Job":
         """The same shapes, and nothing to do."""
-        return dataclasses.replace(self, num_real=np.zeros((), np.int32))
+        return dataclasses.replace(self, num_real=as_int32(np.zeros(())))
 
     @property
     def num_requests(self) -> int:

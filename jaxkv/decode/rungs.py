@@ -5,7 +5,7 @@ All of it by NumPy, outside jit: padding and slicing by jax would compile a prog
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxkv.config import CacheConfig, ModelConfig, pages_for
 from jaxkv.decode.run_state import Chunk, Job, Plan
+from jaxkv.model.token_ids import ArrayLike
 from jaxkv.programs import ladder
 from jaxkv.sharding import explicit_mesh
 
@@ -34,7 +35,7 @@ def shapes_are_the_callers(*inputs: Any) -> bool:
     return ladder.inside_a_jit() or explicit_mesh(inputs) is not None or ladder.on_several_devices(inputs)
 
 
-def pad(x: Any, *sizes: int, fill: int = 0) -> Array | np.ndarray:
+def pad(x: Any, *sizes: int, fill: int = 0) -> ArrayLike:
     """An array whose first axes have these sizes: filled up, or cut where there was only padding."""
     if isinstance(x, Tracer):
         x = x[tuple(slice(size) for size in sizes)]
@@ -43,17 +44,17 @@ def pad(x: Any, *sizes: int, fill: int = 0) -> Array | np.ndarray:
     out = np.full((*sizes, *known.shape[len(sizes) :]), fill, known.dtype)
     place = tuple(slice(min(a, b)) for a, b in zip(known.shape, sizes))
     out[place] = known[place]
-    return out
+    return cast(Array, out)
 
 
-def repeat_last(x: Any, size: int) -> Array | np.ndarray:
+def repeat_last(x: Any, size: int) -> ArrayLike:
     """`pad` with the last entry: of sampling values and keys, which must be valid and which no padding draws with."""
     index = np.minimum(np.arange(size, dtype=np.int32), x.shape[0] - 1)
     if isinstance(x, Tracer) or jnp.issubdtype(
         x.dtype, jax.dtypes.prng_key
     ):  # NumPy knows no keys: these compile for each number
         return x[index]
-    return np.asarray(x)[index]
+    return cast(Array, np.asarray(x)[index])
 
 
 def cut(x: Any, *sizes: int, groups: int = 0) -> Array:

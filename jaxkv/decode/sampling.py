@@ -247,6 +247,8 @@ def sample(
     Raises:
       ValueError: keys or values of `sampling` are not one for each row.
     """
+    if not isinstance(logits, jax.Array | np.ndarray) or logits.ndim != 2:
+        raise ValueError(f"logits must be float32 [rows, vocab], got {shown(logits)}")
     best = _argmax(logits)
     if keys is None:
         return best, jnp.zeros(logits.shape[0], jnp.float32)

@@ -23,7 +23,7 @@ from jaxkv.model.attend import Dense
 from jaxkv.model.layers import Angles, Attend, Layer, make_norm, new_param, value
 from jaxkv.model.rotary import rotary_tables
 from jaxkv.model.segments import Paged, Segment
-from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_rectangle
+from jaxkv.model.token_ids import ROWS, ArrayLike, as_int32, check_tokens, read_rectangle
 from jaxkv.ops.linear import linear
 from jaxkv.ops.numerics import DEFAULT, Numerics
 from jaxkv.sharding import automatic, check_mesh, on_automatic_axes, sharding_of
@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         return on_automatic_axes(_whole_sequences, as_int32(ids), self)
 
 
-def _whole_sequences(tokens: Array | np.ndarray, model: Decoder) -> Array:
+def _whole_sequences(tokens: ArrayLike, model: Decoder) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, mesh=model.mesh))

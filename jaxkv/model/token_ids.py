@@ -9,7 +9,7 @@ are refused before they could become other ids. Values that jax is tracing pass.
 
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jaxkv.config import integer, shown
+
+if TYPE_CHECKING:
+    ArrayLike = Array
+else:
+    ArrayLike = Array | np.ndarray
+"""What was read: NumPy's array where its values are known, and jax compiles nothing to take it over; to be used as a `jax.Array` only where
+something is traced or compiled."""
 
 IDS = 2**31
 """More ids than any vocabulary has; what int32 can hold."""
@@ -36,7 +43,7 @@ PROMPTS, ROWS = Names(), Names("tokens", "lengths", "row")
 
 def read_tokens(
     given: Any, lengths: Any = None, *, vocab_size: int = IDS, names: Names = PROMPTS
-) -> tuple[Int[Array | np.ndarray, "rows width"], Int[Array | np.ndarray, " rows"]]:
+) -> tuple[Int[ArrayLike, "rows width"], Int[ArrayLike, " rows"]]:
     """Token ids and lengths; lists of different lengths are padded on the right with 0.
 
     Args:
@@ -53,7 +60,7 @@ def read_tokens(
         raise ValueError(f"{names.lengths} goes with an array of {names.tokens}; lists have lengths of their own")
     counts = read_counts(names.lengths, own if lengths is None else lengths, tokens.shape[0], 1, tokens.shape[1])
     check_tokens(tokens, counts, vocab_size, names.tokens)
-    return as_int32(tokens), counts if counts is not None else np.full(tokens.shape[0], tokens.shape[1], np.int32)
+    return as_int32(tokens), counts if counts is not None else as_int32(np.full(tokens.shape[0], tokens.shape[1]))
 
 
 def read_rectangle(given: Any, names: Names = ROWS) -> Array | np.ndarray:
@@ -69,11 +76,11 @@ def read_rectangle(given: Any, names: Names = ROWS) -> Array | np.ndarray:
     return tokens
 
 
-def as_int32(values: Array | np.ndarray) -> Int[Array | np.ndarray, "..."]:
+def as_int32(values: Array | np.ndarray) -> Int[ArrayLike, "..."]:
     """Checked values as int32: as NumPy's where they are known and on one device, since jax would compile a cast for every shape."""
     if isinstance(values, Tracer) or (isinstance(values, jax.Array) and len(values.devices()) > 1):
         return values.astype(jnp.int32)
-    return np.asarray(values).astype(np.int32)
+    return cast(Array, np.asarray(values).astype(np.int32))
 
 
 def _as_array(given: Any, names: Names) -> tuple[Array | np.ndarray, np.ndarray | None]:
@@ -151,9 +158,7 @@ def _integers(name: str, given: Any, what: str) -> Array | np.ndarray:
     return array
 
 
-def read_counts(
-    name: str, given: Any, rows: int, least: int, most: int, *, rule: str = ""
-) -> Int[Array | np.ndarray, " rows"] | None:
+def read_counts(name: str, given: Any, rows: int, least: int, most: int, *, rule: str = "") -> Int[ArrayLike, " rows"] | None:
     """A count for each row as i32[rows], each of them `least` to `most` where they are known; None stays None.
 
     Raises:
@@ -187,7 +192,7 @@ def check_tokens(tokens: Array | np.ndarray, real: Array | np.ndarray | None, vo
         )
 
 
-def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[Array | np.ndarray, " ends"]:
+def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[ArrayLike, " ends"]:
     """End tokens as i32[n]: one id, several, or the model's own for None; n is 0 for ().
 
     Raises:
@@ -195,7 +200,7 @@ def read_ends(given: Any, known: tuple[int, ...], vocab_size: int) -> Int[Array 
     """
     name, what = "eos_token_id", "an id, a list of ids, () for none or None for the model's own"
     if given is None:
-        return np.asarray(known, np.int32)
+        return as_int32(np.asarray(known, np.int32))
     if isinstance(given, list | tuple):
         given = np.asarray([integer(name, x, -IDS) for x in given], np.int64)
     ends = _integers(name, given, what)

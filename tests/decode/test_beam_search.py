@@ -217,3 +217,10 @@ def test_with_traced_lengths_the_pool_must_do_for_any(model) -> None:
     search = jax.jit(lambda n: jaxkv.beam_search(model, padded, n, **OPTIONS, page_size=4, num_pages=51))
     with pytest.raises(ValueError, match="num_pages is 51, .* need 52 pages"):
         search(jnp.array([9, 3, 1]))
+
+
+def test_a_result_says_what_it_is_in_a_line_or_two(model) -> None:
+    out = jaxkv.beam_search(model, PROMPTS, **OPTIONS)
+    assert repr(out).startswith("BeamSearchOutput(3 prompts, ") and len(repr(out)) < 300
+    traced = jax.jit(lambda x: (str(x), x)[1]).trace(out)
+    assert traced is not None

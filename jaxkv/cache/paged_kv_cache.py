@@ -151,11 +151,9 @@ class PagedKVCache(Readings):
           max_tokens: a static bound on `num_tokens`.
           shared: whether rows may share pages at all; where not, nothing that copies them is compiled.
         """
-        width = self._most_pages(max_tokens)
-        if not shared:
-            need = self.tables.pages_missing(num_tokens)
-            return when(jnp.any(need > 0), lambda c: c._take(need, None, width), self)
-        need, copies = pages_needed(self.tables, self.free_list, num_tokens, num_tokens > 0)
+        width, need, copies = self._most_pages(max_tokens), self.tables.pages_missing(num_tokens), None
+        if shared:
+            need, copies = pages_needed(self.tables, self.free_list, num_tokens, num_tokens > 0)
         return when(jnp.any(need > 0), lambda c: c._take(need, copies, width), self)
 
     def _with_out_of_pages(self, rows: Array) -> "PagedKVCache":

@@ -97,11 +97,17 @@ def beam_search(
     job = BeamJob(prompts, lengths, rules, eos, as_int32(np.asarray(prompts.shape[0])))
     if shapes_are_the_callers(job):
         return _beam_search(model, job, search, sizes)
-    given = (num_pages is not None, prefill_chunk is not None)
-    shape = (len(lengths), search.num_return)
+    return _on_the_ladder(model, job, search, sizes, (num_pages is not None, prefill_chunk is not None))
+
+
+def _on_the_ladder(
+    model: Decoder, job: BeamJob, search: Search, sizes: CacheConfig, given: tuple[bool, bool]
+) -> BeamSearchOutput:
+    """The search by the program of the rung above, and its results cut to what was asked for."""
+    shape = (len(job.lengths), search.num_return)
     with waiting_on_compiler(f"beam_search for {search.num_beams} beams of each prompt"):
         out = _beam_search(model, *on_a_rung(model, job, search, sizes, given))
-    tokens, lengths, scores = cut(out.tokens, *shape, max_new), cut(out.lengths, *shape), cut(out.scores, *shape)
+    tokens, lengths, scores = cut(out.tokens, *shape, search.max_new), cut(out.lengths, *shape), cut(out.scores, *shape)
     return BeamSearchOutput(tokens, lengths, scores, out.steps, out.peak_pages)
 
 

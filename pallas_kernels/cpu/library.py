@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import os
 import re
 import threading
@@ -82,7 +83,7 @@ def version_refusal(built: tuple[int, int], running: tuple[int, int]) -> str | N
     if built[0] == running[0] and built[1] <= running[1]:
         return None
     return (
-        f"they were built for version {built[0]}.{built[1]} of XLA's interface, jaxlib {jax.lib.__version__} has "
+        f"they were built for version {built[0]}.{built[1]} of XLA's interface, jaxlib {importlib.metadata.version('jaxlib')} has "
         f"{running[0]}.{running[1]}; install the package again with this jaxlib"
     )
 

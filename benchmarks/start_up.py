@@ -1,7 +1,8 @@
 """The time from a command to its first token: `python -m benchmarks.start_up`.
 
 Every part is timed in processes of its own: import, load, and the first `generate`, once with an empty compilation cache and once
-with the cache that the first one left behind.
+with the cache that the first one left behind. Beside them whole processes, from their start to their first token: jaxkv cold and warm,
+transformers on torch with the same weights, and llama.cpp, each where it is installed.
 """
 
 import argparse
@@ -11,6 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from jaxkv.bench.measure import table
@@ -76,11 +80,81 @@ def first_generate(model: str, dtype: str | None, cache: str) -> dict[str, float
     return {"first": first - run()}
 
 
+PROMPT = [[504, 2365, 282, 260, 1418, 314, 253, 1123]]
+"""Token ids that every engine is given."""
+
+
+def first_token_of_jaxkv(model: str, dtype: str | None, cache: str, started: float) -> dict[str, float]:
+    """Seconds from `started` (of `time.time`) until the package is imported, the model loaded and the first token there."""
+    import jaxkv
+
+    jaxkv.keep_programs(cache)
+    imported = time.time()
+    loaded, _ = jaxkv.load(model, dtype=dtype)
+    ready = time.time()
+    next(jaxkv.stream(loaded, PROMPT, max_new_tokens=16, eos_token_id=()))
+    return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
+
+
+def first_token_of_transformers(folder: str, dtype: str | None, cache: str, started: float) -> dict[str, float]:
+    """The same of transformers, on torch."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    imported = time.time()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype or "float32"))
+    ready = time.time()
+    loaded.generate(torch.tensor(PROMPT), max_new_tokens=1, do_sample=False)
+    return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
+
+
+def first_token_of_llama_cpp(path: str, dtype: str | None, cache: str, started: float) -> dict[str, float]:
+    """The same of llama.cpp, by the GGUF file's own weights."""
+    import llama_cpp
+
+    imported = time.time()
+    loaded = llama_cpp.Llama(path, n_ctx=1024, verbose=False)
+    ready = time.time()
+    next(loaded.generate(PROMPT[0], temp=0.0))
+    return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
+
+
+def first_tokens(model: str, dtype: str | None, repeats: int) -> dict[str, dict[str, float]]:
+    """Of each engine the parts of the fastest of `repeats` processes, jaxkv's warm ones after a cold one; engines take turns."""
+    import jaxkv
+    from jaxkv.weights.loading import find
+
+    path = find(model)
+    with tempfile.TemporaryDirectory() as place:
+        folder, cache = str(path), str(Path(place) / "cache")
+        turns: dict[str, Callable[[], dict[str, float]]] = {}
+        if find_spec("torch") is not None:
+            if path.is_file():
+                loaded, tokenizer = jaxkv.load(model, dtype=dtype)
+                folder = str(Path(place) / "model")
+                jaxkv.save(loaded, folder, tokenizer=tokenizer)
+            turns["transformers"] = lambda: _timed("first_token_of_transformers", folder, dtype, cache)
+        if find_spec("llama_cpp") is not None and path.suffix == ".gguf":
+            turns["llama.cpp"] = lambda: _timed("first_token_of_llama_cpp", str(path), dtype, cache)
+        found = {"jaxkv, cold": [_timed("first_token_of_jaxkv", model, dtype, cache)]}
+        turns["jaxkv, warm"] = lambda: _timed("first_token_of_jaxkv", model, dtype, cache)
+        for _ in range(repeats):
+            for name, turn in turns.items():
+                found.setdefault(name, []).append(turn())
+    return {name: min(runs, key=lambda run: run["all"]) for name, runs in found.items()}
+
+
+def _timed(name: str, model: str, dtype: str | None, cache: str) -> dict[str, float]:
+    """One of the functions above in a process that begins now."""
+    return _in_process(name, model, dtype, cache, time.time())
+
+
 def measure(model: str, dtype: str | None, repeats: int) -> dict[str, Any]:
     """All figures, in seconds; see `as_rows` for what they are."""
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = (_in_process("first_generate", model, dtype, cache)["first"] for _ in range(2))
     return {
+        "first_tokens": first_tokens(model, dtype, repeats),
         "import_jax": import_seconds("jax, flax.nnx, transformers", repeats),
         "import_jaxkv": import_seconds("jax, flax.nnx, transformers, jaxkv", repeats),
         **_in_process("read_seconds", model, dtype),
@@ -107,6 +181,14 @@ def as_rows(figures: dict[str, Any]) -> list[list[str]]:
         ["the same again", f"{f['load_again']:.2f}", "with the modules of transformers that the first load imports"],
         ["compile generate", f"{f['compile_cold']:.1f}", "with an empty compilation cache"],
         ["the same again", f"{f['compile_warm']:.1f}", f"{f['compile_warm'] / f['compile_cold']:.0%} of it, from the cache"],
+        *(
+            [
+                f"first token, {name}",
+                f"{x['all']:.2f}",
+                f"import {x['import']:.2f}, load {x['load']:.2f}, generate {x['token']:.2f}",
+            ]
+            for name, x in f["first_tokens"].items()
+        ),
     ]
 
 

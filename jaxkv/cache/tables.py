@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.config import CacheConfig
+from jaxkv.ops.integers import quotient, quotient_up, remainder
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +59,7 @@ class Tables:
 
     def pages_missing(self, num_tokens: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
         """Pages that each row lacks for so many more tokens."""
-        return jnp.maximum(-(-(self.lengths + num_tokens) // self.page_size) - self.pages_held(), 0)
+        return jnp.maximum(quotient_up(self.lengths + num_tokens, self.page_size) - self.pages_held(), 0)
 
     def has_room(self, num_tokens: Int[Array, " seqs"]) -> Bool[Array, " seqs"]:
         """Which rows' tables are wide enough for so many more tokens."""
@@ -66,15 +67,15 @@ class Tables:
 
     def last_pages(self) -> tuple[Int[Array, " seqs"], Bool[Array, " seqs"]]:
         """The page of each row's next position, and whether it holds tokens of the row already."""
-        entry = jnp.clip(self.lengths // self.page_size, 0, self.pages_per_seq - 1)
+        entry = jnp.clip(quotient(self.lengths, self.page_size), 0, self.pages_per_seq - 1)
         page = jnp.take_along_axis(self.block_tables, entry[:, None], axis=1)[:, 0]
-        return page, self.lengths % self.page_size != 0
+        return page, remainder(self.lengths, self.page_size) != 0
 
     def slots(self, rows: Array | None, position: Int[Array, "rows queries"]) -> tuple[Array, Array]:
         """Page and offset in it of positions of rows (all of them where `rows` is None), i32[rows, queries] both; positions outside
         of the table are clamped into it."""
-        entry = jnp.clip(position // self.page_size, 0, self.pages_per_seq - 1)
-        return jnp.take_along_axis(self.of(rows), entry, axis=1), position % self.page_size
+        entry = jnp.clip(quotient(position, self.page_size), 0, self.pages_per_seq - 1)
+        return jnp.take_along_axis(self.of(rows), entry, axis=1), jnp.maximum(remainder(position, self.page_size), 0)
 
     def of(self, rows: Array | None) -> Int[Array, "rows pages_per_seq"]:
         """The block tables of some rows; of all where `rows` is None."""
@@ -87,7 +88,7 @@ class Tables:
         nth = jnp.arange(page.shape[1], dtype=jnp.int32)[None, :]
         entry = self.pages_held()[:, None] + nth
         if copies is not None:
-            last = self.lengths // self.page_size
+            last = quotient(self.lengths, self.page_size)
             entry = jnp.where((nth == 0) & copies[:, None], last[:, None], entry - copies.astype(jnp.int32)[:, None])
         rows = jnp.broadcast_to(jnp.arange(self.max_seqs, dtype=jnp.int32)[:, None], entry.shape)
         tables = self.block_tables.at[rows, jnp.where(taken, entry, self.pages_per_seq)].set(page, mode="drop")
@@ -95,7 +96,7 @@ class Tables:
 
     def prefixes(self, source: Int[Array, " seqs"], lengths: Int[Array, " seqs"]) -> Int[Array, "seqs pages_per_seq"]:
         """Block tables that name the pages of each `source` row's first `lengths` tokens."""
-        used = -(-lengths // self.page_size)
+        used = quotient_up(lengths, self.page_size)
         entry = jnp.arange(self.pages_per_seq, dtype=jnp.int32)[None, :]
         return jnp.where(entry < used[:, None], self.block_tables[source], 0)
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.cache.paged_kv_cache import when
 from jaxkv.decode.run_state import Job, Run
 from jaxkv.decode.step import StepInputs
+from jaxkv.ops.integers import quotient, quotient_up
 from pallas_kernels.varying import while_loop
 
 
@@ -38,9 +39,9 @@ def admit(job: Job, run: Run) -> Run:
     source, shared, blocked = _find_source(job, run, offer, nth, ended)
 
     known = run.known(job, offer)
-    shared_pages = jnp.where((shared > 0) & ~ended[source], shared // cache.page_size, 0)
-    need = jnp.where(offer < none, -(-known // cache.page_size) - shared_pages, 0)
-    owed = -(-run.known(job, run.row_request) // cache.page_size) - cache.pages_held()
+    shared_pages = jnp.where((shared > 0) & ~ended[source], quotient(shared, cache.page_size), 0)
+    need = jnp.where(offer < none, quotient_up(known, cache.page_size) - shared_pages, 0)
+    owed = quotient_up(run.known(job, run.row_request), cache.page_size) - cache.pages_held()
     owed = jnp.sum(jnp.where(run.live & ~ended, jnp.maximum(owed, 0), 0), dtype=jnp.int32)
     room = cache.num_free + cache.pages_freed_by(ended) - owed
     refused = empty & ((offer == none) | blocked | (jnp.cumsum(need, dtype=jnp.int32) > room))

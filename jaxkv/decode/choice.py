@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.decode.prompts import token_keys
 from jaxkv.decode.run_state import Job, Plan, Run
 from jaxkv.decode.sampling import sample, token_logprobs
+from jaxkv.ops.integers import remainder
 
 
 class Chosen(NamedTuple):
@@ -37,7 +38,7 @@ class Chosen(NamedTuple):
 
 def choose(job: Job, plan: Plan, logits: Array, request: Array, position: Array) -> Chosen:
     """A token for each row of logits; it depends on them, the request and the position alone."""
-    prompt, nth, keys = job.prompt_of(request), request % job.num_samples, None
+    prompt, nth, keys = job.prompt_of(request), remainder(request, job.num_samples), None
     deterministic = plan.numerics.deterministic
     with jax.named_scope("sample"):
         if plan.sampled:

@@ -25,6 +25,7 @@ from jaxkv.decode.choice import choose, note
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run
 from jaxkv.decode.step import StepInputs
 from jaxkv.model.decoder import Decoder
+from jaxkv.ops.integers import quotient_up
 from pallas_kernels.key_blocks import order_of
 from pallas_kernels.varying import vary_like, while_loop
 
@@ -69,7 +70,7 @@ def _chunk_pays(job: Job, run: Run, chunk: Chunk) -> Array:
     """
     idle_cost = 2 + 32 // run.cache.max_seqs
     missing = run.missing(job)
-    pieces = jnp.sum(-(-_to_prefill(missing) // chunk.width), dtype=jnp.int32)
+    pieces = jnp.sum(quotient_up(_to_prefill(missing), chunk.width), dtype=jnp.int32)
     empty = (chunk.pieces - pieces) * chunk.width
     return (pieces > 0) & (~jnp.any(missing == 1) | (idle_cost * run.waited >= empty))
 
@@ -85,7 +86,7 @@ def next_inputs(job: Job, run: Run, chunk: Chunk, pays: Array) -> StepInputs:
     missing = jnp.where(pays, _to_prefill(missing), 0)
     oldest = order_of(jnp.where(missing > 0, run.row_request, run.requests))
     missing = missing[oldest]
-    pieces = -(-missing // chunk.width)
+    pieces = quotient_up(missing, chunk.width)
     ends = jnp.cumsum(pieces, dtype=jnp.int32)
     piece = jnp.arange(chunk.pieces, dtype=jnp.int32)
     nth = jnp.minimum(jnp.sum(ends[None, :] <= piece[:, None], axis=1, dtype=jnp.int32), oldest.shape[0] - 1)

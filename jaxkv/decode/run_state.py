@@ -17,6 +17,7 @@ from jaxkv.decode.prompts import keys_of
 from jaxkv.decode.sampling import Sampling
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.token_ids import ArrayLike, as_int32
+from jaxkv.ops.integers import quotient
 from jaxkv.ops.numerics import Numerics
 
 CHUNK, PIECES = 256, 4
@@ -113,7 +114,7 @@ class Job:
 
     def prompt_of(self, request: Array) -> Array:
         """The prompt of each request."""
-        return request // self.num_samples
+        return quotient(request, self.num_samples)
 
     def keys_of(self, prompt: Int[Array, " rows"]) -> Key[Array, " rows"]:
         """The key of each of these prompts."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from compilations import compilations
 from tiny import byte_tokenizer, save_model
 
 import jaxkv
@@ -88,6 +89,14 @@ def test_the_seed_decides_what_is_sampled(capsys, folder) -> None:
     first, again, other = (generate_json(capsys, *options, "--seed", seed)["results"][0]["token_ids"] for seed in (1, 1, 2))
     assert first == again
     assert first != other
+
+
+def test_another_prompt_and_another_limit_compile_nothing(capsys, folder) -> None:
+    """A new process would find the same programs in the cache on disk (tests/programs/test_kept.py)."""
+    generate(capsys, "One prompt", "--model", folder, "--max-new-tokens", NEW)
+    with compilations() as programs:
+        generate(capsys, "Another", "--model", folder, "--max-new-tokens", NEW + 3, "--seed", 5)
+    assert [name for name in programs if "_start" in name or "_advance" in name] == []
 
 
 def test_the_clock_tells_prefill_and_decode_apart(monkeypatch) -> None:

@@ -1,6 +1,8 @@
 """Outside a caller's jit any prompts, limits and numbers of prompts share a few programs, with the results of exact shapes."""
 
 import itertools
+import re
+from pathlib import Path
 
 import decoders
 import jax
@@ -14,6 +16,7 @@ from jaxkv import Sampling
 from jaxkv.programs import ladder
 
 LONGEST, NEW = 900, 100
+MAPS = Path("/proc/self/maps")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,20 @@ def test_fifty_calls_of_every_size(model, logits_of) -> None:
             np.testing.assert_allclose(out.logprobs[i, 0, : len(made)], own[np.arange(len(made)), made], atol=1e-4)
             if call["sampling"] is None:
                 assert (np.max(own, axis=1) - own[np.arange(len(made)), made] < 1e-4).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MAPS.exists(), reason="needs Linux's /proc")
+def test_two_hundred_calls_of_random_sizes_do_not_grow_the_process(model) -> None:
+    """Memory maps, of which each compiled program has some, and resident bytes: the second hundred adds next to nothing."""
+    key, sizes = jax.random.key(3), []
+    for call in random_calls(200, seed=1):
+        jax.block_until_ready(jaxkv.generate(model, key=key, **call).tokens)
+        resident = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text()).group(1))
+        sizes.append((MAPS.read_bytes().count(b"\n"), resident / 1024))
+    maps, mebibytes = np.array(sizes).T
+    assert maps[-1] - maps[99] <= 0.1 * maps[99], maps[[0, 99, -1]]
+    assert mebibytes[-1] - mebibytes[99] <= 0.1 * mebibytes[99], mebibytes[[0, 99, -1]]
 
 
 def small_calls() -> list[dict]:

@@ -102,7 +102,7 @@ def first_token_of_transformers(folder: str, dtype: str | None, cache: str, star
     from transformers import AutoModelForCausalLM
 
     imported = time.time()
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype or "float32"))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype or "float32"))
     ready = time.time()
     loaded.generate(torch.tensor(PROMPT), max_new_tokens=1, do_sample=False)
     return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
@@ -110,7 +110,7 @@ def first_token_of_transformers(folder: str, dtype: str | None, cache: str, star
 
 def first_token_of_llama_cpp(path: str, dtype: str | None, cache: str, started: float) -> dict[str, float]:
     """The same of llama.cpp, by the GGUF file's own weights."""
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     imported = time.time()
     loaded = llama_cpp.Llama(path, n_ctx=1024, verbose=False)

@@ -16,6 +16,10 @@ class Bookkeeping(NamedTuple):
     page_size: int
     page_bytes: int = 0
 
+    def front(self, rows: int, pages: int) -> "Bookkeeping":
+        """The first rows, with tables of so many pages each: the others hold nothing."""
+        return self._replace(block_tables=self.block_tables[:rows, :pages], lengths=self.lengths[:rows])
+
 
 class CacheStats(NamedTuple):
     """Numbers about a cache, on the host: counts of pages and tokens, and the share of reserved slots that are empty.

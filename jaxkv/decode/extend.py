@@ -14,7 +14,7 @@ from jaxkv.decode.prompts import check_flags, numerics_of
 from jaxkv.decode.rungs import cut, pad, shapes_are_the_callers
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.segments import Segment
-from jaxkv.model.token_ids import ROWS, as_int32, check_tokens, read_counts, read_rectangle
+from jaxkv.model.token_ids import ROWS, ArrayLike, as_int32, check_tokens, read_counts, read_rectangle
 from jaxkv.ops.numerics import Numerics
 from jaxkv.programs import ladder, waiting_on_compiler
 from jaxkv.sharding import by_rows, like, within
@@ -103,9 +103,10 @@ def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> No
 
 
 def _extend(
-    model: Decoder, cache: PagedKVCache, tokens: Array, num_tokens: Array, all_logits: bool, numerics: Numerics
+    model: Decoder, cache: PagedKVCache, tokens: ArrayLike, num_tokens: ArrayLike, all_logits: bool, numerics: Numerics
 ) -> tuple[Array, PagedKVCache]:
     run = functools.partial(_run, all_logits, numerics)
+    tokens, num_tokens = jnp.asarray(tokens), jnp.asarray(num_tokens)
     logits, new = within(run, tokens, num_tokens, model, cache)
     return by_rows(logits, tokens, num_tokens, model, cache), jax.tree.map(like, new, cache)
 

@@ -130,6 +130,13 @@ def stream(
     return _stream(model, todo, integer("steps_per_turn", steps_per_turn), on_turn)
 
 
+def _tell(on_turn: Callable, books: Bookkeeping, requests: np.ndarray, asked: Asked | None) -> None:
+    """The cache as it would be without what a rung's size has added to its rows and tables."""
+    if asked is not None:
+        books, requests = books.front(asked.rows, asked.pages_per_row), requests[: asked.rows]
+    on_turn(books, requests)
+
+
 def _title(name: str, job: Job, sizes: CacheConfig) -> str:
     """What is compiled, for whoever waits."""
     rows = "1 row" if sizes.max_seqs == 1 else f"{sizes.max_seqs} rows"
@@ -153,7 +160,7 @@ def _stream(model: Decoder, todo: Prepared, turn: int, on_turn: Callable | None)
         row_request = np.asarray(run.row_request)
         live = row_request < run.requests
         if on_turn is not None:
-            on_turn(run.cache.bookkeeping(), np.where(live, row_request, -1))
+            _tell(on_turn, run.cache.bookkeeping(), np.where(live, row_request, -1), asked)
         counts, tokens, logprobs = (np.asarray(x) for x in (run.out_lengths, run.tokens, run.logprobs))
         for request in np.flatnonzero(counts > seen):
             prompt, nth = divmod(int(request), job.num_samples)

@@ -126,4 +126,5 @@ def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) ->
     sizes = CacheConfig(num_pages, o.page_size, max_seqs, longest, o.cache_dtype)
     if shapes_are_the_callers(dataclasses.replace(job, draft=None)):
         return Prepared(job, plan, sizes, None)
-    return Prepared(*on_a_rung(config, job, plan, sizes, o), Asked(num_prompts, o.max_new_tokens))
+    asked = Asked(num_prompts, o.max_new_tokens, sizes.max_seqs, sizes.pages_per_seq)
+    return Prepared(*on_a_rung(config, job, plan, sizes, o), asked)

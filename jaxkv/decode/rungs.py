@@ -24,10 +24,12 @@ MAX_SEQS = 64
 
 
 class Asked(NamedTuple):
-    """What the results are cut back to."""
+    """What the results are cut back to: prompts, new tokens, and the rows and pages of a row that can be in use."""
 
     num_prompts: int
     max_new: int
+    rows: int
+    pages_per_row: int
 
 
 def shapes_are_the_callers(*inputs: Any) -> bool:

@@ -198,7 +198,7 @@ class Decoder(nnx.Module):
 def _whole_sequences(tokens: ArrayLike, model: Decoder) -> Array:
     batch, seq = tokens.shape
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
-    hidden, _ = model.forward(tokens.reshape(-1), positions, Dense(batch, seq, mesh=model.mesh))
+    hidden, _ = model.forward(jnp.asarray(tokens).reshape(-1), positions, Dense(batch, seq, mesh=model.mesh))
     return model.logits(hidden).reshape(batch, seq, -1)
 
 

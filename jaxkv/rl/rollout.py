@@ -12,6 +12,7 @@ from jaxkv.config import shown
 from jaxkv.decode.outputs import GenerateOutput
 from jaxkv.decode.prompts import Prompts, pad_prompts
 from jaxkv.model.decoder import Decoder, check_decoder
+from jaxkv.model.token_ids import ArrayLike
 from jaxkv.rl.score import score
 from jaxkv.sharding import on_automatic_axes
 
@@ -82,7 +83,7 @@ def sequences(
     return on_automatic_axes(_joined, prompts, lengths, out)
 
 
-def _joined(prompts: Array, lengths: Array, out: GenerateOutput) -> Sequences:
+def _joined(prompts: ArrayLike, lengths: ArrayLike, out: GenerateOutput) -> Sequences:
     _, num_samples, max_new = out.tokens.shape
     prompts, lengths = jnp.repeat(prompts, num_samples, axis=0), jnp.repeat(lengths, num_samples)
     position = jnp.arange(prompts.shape[1] + max_new, dtype=jnp.int32)[None, :]

@@ -133,7 +133,7 @@ ARGUMENTS = {
     "a page of too many tokens": (["Hi", "--page-size", 10**12], "--page-size: must be an integer <= 2147483647"),
     "a number of too many digits": (["Hi", "--top-k", "9" * 5000], "--top-k: must be an integer"),
     "bytes that are no UTF-8": (["H\udcff"], "prompt 1 is not UTF-8: 'H\\udcff'"),
-    "a model of nothing": (["Hi", "--model", ""], "no such file or folder"),
+    "a model of nothing": (["Hi", "--model", ""], "must be a hub id, a folder or a .gguf file, got ''"),
     "a model that is a device": (["Hi", "--model", "/dev/null"], "/dev/null"),
     "a name of too many characters": (["Hi", "--model", "x" * 5000], "x"),
 }

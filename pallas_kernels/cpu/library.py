@@ -100,12 +100,24 @@ def _open(path: Path) -> tuple[ctypes.CDLL, str] | str:
     return reason or (library, library.jaxkv_build().decode())
 
 
+def _installed_folder() -> Path | None:
+    """Where the installation of jaxkv, if there is one, has put the library."""
+    try:
+        return Path(str(importlib.metadata.distribution("jaxkv").locate_file("pallas_kernels/cpu")))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _find() -> tuple[Path, ctypes.CDLL, str] | str:
     """(path, library, build) of the first file that can be used, or why there is none.
 
-    An editable installation keeps sources and library in different folders, and the package's path names both.
+    An editable installation keeps sources and library in different folders. The package's path names both, unless an import hook
+    (jaxtyping's, in the tests) has found the package before the installation's own; so the installation is asked, too.
     """
     folders = [Path(folder) for folder in pallas_kernels.cpu.__path__]
+    installed = _installed_folder()
+    if installed is not None and installed not in folders:
+        folders.append(installed)
     sources = next((build for folder in folders if (build := _of_the_sources(folder))), None)
     reasons = []
     for path in (folder / FILE for folder in folders):

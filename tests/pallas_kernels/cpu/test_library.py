@@ -39,13 +39,35 @@ def test_the_runtimes_version_is_read_from_its_headers():
 
 def test_a_missing_library_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pallas_kernels.cpu, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(library, "_installed_folder", lambda: None)
     assert "needs a C++ compiler" in library._find()
 
 
 def test_a_file_that_is_no_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / library.FILE).write_bytes(b"no library")
     monkeypatch.setattr(pallas_kernels.cpu, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(library, "_installed_folder", lambda: None)
     assert f"{tmp_path / library.FILE} cannot be loaded" in library._find()
+
+
+@needs_library
+def test_the_installations_library_is_found_where_the_packages_path_does_not_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As with an editable installation under jaxtyping's import hook, which looks at folders alone."""
+    loaded = library.load()
+    assert isinstance(loaded, library.Library)
+    monkeypatch.setattr(library, "_installed_folder", lambda: loaded.path.parent)
+    monkeypatch.setattr(pallas_kernels.cpu, "__path__", [str(tmp_path)])
+    found = library._find()
+    assert not isinstance(found, str) and found[0] == loaded.path
+
+
+@needs_compiler
+@pytest.mark.skipif(not os.environ.get("CI"), reason="without CI nobody may have built it")
+def test_where_there_is_a_compiler_the_installation_has_the_library():
+    """Or else everything native would be skipped without a word."""
+    assert library.why_not() is None
 
 
 @needs_library

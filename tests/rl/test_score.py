@@ -122,7 +122,7 @@ def test_inside_jit_with_traced_lengths_compiles_once():
     run = jax.jit(lambda m, t, n: jaxkv.score(m, t, n))
     for seed in range(3):
         tokens, lengths = decoders.random_tokens(seed, BATCH, SEQ), jnp.asarray([seed + 1, 16, 4])
-        np.testing.assert_allclose(run(model, tokens, lengths), jaxkv.score(model, tokens, lengths), atol=1e-6)
+        np.testing.assert_allclose(run(model, tokens, lengths), jaxkv.score(model, tokens, lengths), atol=1e-5)
     assert run._cache_size() == 1
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.config import CacheConfig, integer, pages_for, shown
-from jaxkv.decode.device_scheduler import advance
+from jaxkv.decode.generate import take_steps
 from jaxkv.decode.outputs import Token
 from jaxkv.decode.prompts import Ends, end_tokens, numerics_of, read_keys
 from jaxkv.decode.run_state import Chunk, Job, Plan, Run, start
@@ -172,7 +172,9 @@ class Conversation:
             if self._answers != mine:
                 raise ValueError("this answer was given up when a later one began")
             with waiting_on_compiler(announced):
-                run = _step(self.model, job, run, self._plan, np.int32(self.steps + 1))
+                run = take_steps(
+                    self.model, job, run, self._plan, np.int32(1)
+                )  # stops before it would empty a row that is done
             self._cache = run.cache
             results = (run.out_lengths, run.tokens, run.logprobs, run.finished, run.cache.lengths, run.nonfinite)
             counts, made, logprobs, finished, lengths, overflown = map(np.asarray, results)
@@ -203,9 +205,3 @@ def _begin(cache: PagedKVCache, keep: Array, max_new: int) -> Run:
         return dataclasses.replace(run, row_request=jnp.zeros_like(run.row_request), next=jnp.ones_like(run.next))
 
     return within(begin, cache, keep)
-
-
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="run")
-def _step(model: Decoder, job: Job, run: Run, plan: Plan, until: Array) -> Run:
-    """One step: the scheduler stops before it would empty the row of a request that is done."""
-    return within(lambda model, job, run, until: advance(model, job, run, plan, until), model, job, run, until)

@@ -65,8 +65,9 @@ def _chunk_pays(job: Job, run: Run, chunk: Chunk) -> Array:
     """Whether the next step should take a chunk of prompts: there are enough to fill it, or nothing else is to do, or they have
     waited so long that the rows they keep idle cost more than the empty part of the chunk.
 
-    A step's chunk costs the same however full it is. A row that waits for one step wastes its share of the step's reading of the
-    weights, and its own work: as much as `idle_cost` prompt tokens cost (docs/measurements.md, "Cost of a waiting row").
+    A step's chunk costs the same however full it is, or nearly (the native kernels leave out what is not real). A row that waits for
+    one step wastes its share of the step's reading of the weights, and its own work: as much as `idle_cost` prompt tokens cost
+    (docs/measurements.md, "Cost of a waiting row").
     """
     idle_cost = 2 + 32 // run.cache.max_seqs
     missing = run.missing(job)
@@ -99,11 +100,10 @@ def next_inputs(job: Job, run: Run, chunk: Chunk, pays: Array) -> StepInputs:
 
 def run_step(model: Decoder, job: Job, run: Run, pays: Array, plan: Plan) -> Run:
     """One step of the model, with a chunk where `pays` holds, and the tokens it gives."""
-    shared = job.num_samples > 1
-    run, inputs = make_room(run, lambda r: next_inputs(job, r, plan.chunk, pays), shared=shared)
+    run, inputs = make_room(run, lambda r: next_inputs(job, r, plan.chunk, pays), shared=job.shares_pages)
     num_tokens = inputs.num_tokens()
     known = run.known(job, run.row_request)
-    cache = run.cache.reserve(num_tokens, max_tokens=plan.chunk.tokens, shared=shared).advance(num_tokens)
+    cache = run.cache.reserve(num_tokens, max_tokens=plan.chunk.tokens, shared=job.shares_pages).advance(num_tokens)
 
     def forward(inputs: StepInputs, state: tuple[tuple[Pages, ...], Array]) -> tuple[tuple[Pages, ...], Array]:
         segments = inputs.segments(cache.lengths)

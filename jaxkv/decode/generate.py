@@ -83,19 +83,27 @@ def generate(
         cache_dtype=cache_dtype, deterministic=deterministic, implementation=implementation, on_token=on_token,
         speculative=speculative,
     )  # fmt: skip
-    job, plan, sizes, asked = prepare(model, prompts, prompt_lengths, options)
-    if asked is None or any(
+    return _run_prepared(model, prepare(model, prompts, prompt_lengths, options))
+
+
+def _run_prepared(model: Decoder, todo: Prepared) -> GenerateOutput:
+    """Results in the caller's shapes, whichever shapes they are computed in."""
+    job, plan, sizes, asked = todo
+    if asked is None:
+        return _generate(model, job, plan, sizes)
+    if any(
         isinstance(x, Tracer) for x in jax.tree.leaves((model, job))
-    ):  # the latter: grad or vmap without jit
+    ):  # grad or vmap without jit, where a donated run has no use
         out = _generate(model, job, plan, sizes)
-        return out if asked is None else _cut_traced(out, asked)
+        front = lambda x: cut(x, asked.num_prompts, job.num_samples, asked.max_new)
+        return GenerateOutput(*map(front, out[:-1]), out.stats)  # pyright: ignore[reportCallIssue]
     return _cut_output(run_job(model, job, plan, sizes), job, asked)
 
 
 def run_job(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
     """Everything that a job asks for, outside jit: by the programs of `stream`."""
     with waiting_on_compiler(_title("generate", job, sizes)):
-        return _advance(model, job, _start(model, job, plan, sizes), plan, NEVER)
+        return take_steps(model, job, _start(model, job, plan, sizes), plan, NEVER)
 
 
 def stream(
@@ -156,7 +164,7 @@ def _stream(model: Decoder, todo: Prepared, turn: int, on_turn: Callable | None)
     lengths = np.asarray(job.prompt_lengths)
     while True:
         with waiting_on_compiler(title):
-            run = _advance(model, job, run, plan, np.int32(turn))
+            run = take_steps(model, job, run, plan, np.int32(turn))
         row_request = np.asarray(run.row_request)
         live = row_request < run.requests
         if on_turn is not None:
@@ -196,41 +204,32 @@ def _start(model: Decoder, job: Job, plan: Plan, sizes: CacheConfig) -> Run:
 
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("run",))
-def _advance(model: Decoder, job: Job, run: Run, plan: Plan, turn: Array) -> Run:
-    """At most `turn` steps more."""
+def take_steps(model: Decoder, job: Job, run: Run, plan: Plan, turn: Array) -> Run:
+    """At most `turn` steps more; the run given is used up. Every way of generating outside jit runs this program."""
     return within(lambda model, job, run: advance(model, job, run, plan, _later(run.steps, turn)), model, job, run)
 
 
 def _later(steps: Array, turn: Array) -> Array:
+    """steps + turn, or NEVER where int32 would overflow."""
     return jnp.minimum(steps, NEVER - turn) + turn
-
-
-def _cut_traced(out: GenerateOutput, asked: Asked) -> GenerateOutput:
-    """A traced output without what a rung's size has added."""
-    tokens, logprobs, sampled = (
-        x[: asked.num_prompts, :, : asked.max_new] for x in (out.tokens, out.logprobs, out.sampled_logprobs)
-    )
-    lengths, finished = (x[: asked.num_prompts] for x in (out.lengths, out.finished))
-    return GenerateOutput(tokens, lengths, logprobs, sampled, finished, out.stats)
 
 
 def _cut_output(run: Run, job: Job, asked: Asked) -> GenerateOutput:
     """`_output` without what a rung's size has added."""
-    requests = asked.num_prompts * job.num_samples
-    several = (
-        cut(x, requests, asked.max_new, groups=job.num_samples) for x in (run.tokens, run.logprobs, run.sampled_logprobs)
-    )
-    tokens, logprobs, sampled = several
-    lengths, finished = (cut(x, requests, groups=job.num_samples) for x in (run.out_lengths, run.finished))
-    return GenerateOutput(tokens, lengths, logprobs, sampled, finished, _stats(run))
+    front = lambda x: cut(x, asked.num_prompts * job.num_samples, asked.max_new, groups=job.num_samples)
+    return GenerateOutput(*map(front, _results(run)), _stats(run))  # pyright: ignore[reportCallIssue]
+
+
+def _results(run: Run) -> tuple[Array, ...]:
+    """The fields of a `GenerateOutput` but its stats, a row for each request."""
+    return run.tokens, run.out_lengths, run.logprobs, run.sampled_logprobs, run.finished
 
 
 def _output(run: Run, job: Job) -> GenerateOutput:
     def grouped(x: Array) -> Array:
         return x.reshape(-1, job.num_samples, *x.shape[1:])
 
-    results = (run.tokens, run.out_lengths, run.logprobs, run.sampled_logprobs, run.finished)
-    return GenerateOutput(*map(grouped, results), _stats(run))  # pyright: ignore[reportCallIssue]
+    return GenerateOutput(*map(grouped, _results(run)), _stats(run))  # pyright: ignore[reportCallIssue]
 
 
 def _stats(run: Run) -> GenerateStats:

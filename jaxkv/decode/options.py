@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxkv.config import CacheConfig, check_cache_dtype, integer, pages_for, shown
+from jaxkv.config import CacheConfig, ModelConfig, check_cache_dtype, integer, pages_for, shown
 from jaxkv.decode.prompts import (
     Ends,
     check_flags,
@@ -24,7 +24,7 @@ from jaxkv.decode.rungs import MAX_SEQS, Asked, on_a_rung, shapes_are_the_caller
 from jaxkv.decode.sampling import Sampling, as_sampling
 from jaxkv.decode.speculative import Draft, NGram, speculate
 from jaxkv.model.decoder import check_decoder
-from jaxkv.model.token_ids import as_int32
+from jaxkv.model.token_ids import ArrayLike, as_int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,25 @@ class Prepared(NamedTuple):
     asked: Asked | None
 
 
+def read_job(config: ModelConfig, prompts: ArrayLike, lengths: ArrayLike, options: GenerateOptions) -> Job:
+    """What was asked for, as arrays, of prompts that have been read.
+
+    Raises:
+      ValueError: as `generate`.
+    """
+    num_prompts, sampling = prompts.shape[0], as_sampling(options.sampling)
+    return Job(
+        prompts=prompts,
+        prompt_lengths=lengths,
+        limits=token_limits(options.token_limits, num_prompts, options.max_new_tokens),
+        keys=read_keys(options.key, num_prompts, greedy=sampling.always_greedy),
+        sampling=sampling.per_row(num_prompts),
+        eos=end_tokens(config, options.eos_token_id),
+        num_real=as_int32(np.asarray(num_prompts)),
+        num_samples=options.num_samples,
+    )
+
+
 def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) -> Prepared:
     """Check all arguments, sort them into traced and static ones and, outside a caller's jit, bring them to a rung of the ladder.
 
@@ -107,20 +126,9 @@ def prepare(model: Any, prompts: Any, lengths: Any, options: GenerateOptions) ->
     num_pages = max_seqs * pages_for(longest, o.page_size) + 1 if o.num_pages is None else o.num_pages
     what = f"a prompt of up to {longest - o.max_new_tokens} and {o.max_new_tokens} new ones"
     check_pool(num_pages, o.page_size, longest, what)
-    sampling = as_sampling(o.sampling)
-    greedy = sampling.always_greedy
-    job = Job(
-        prompts=prompts,
-        prompt_lengths=lengths,
-        limits=token_limits(o.token_limits, num_prompts, o.max_new_tokens),
-        keys=read_keys(o.key, num_prompts, greedy=greedy),
-        sampling=sampling.per_row(num_prompts),
-        eos=end_tokens(config, o.eos_token_id),
-        num_real=as_int32(np.asarray(num_prompts)),
-        num_samples=o.num_samples,
-    )
+    job = read_job(config, prompts, lengths, o)
     chunk = Chunk.holding(o.prefill_chunk, width, max_seqs)
-    plan = Plan(o.max_new_tokens, chunk, not greedy, numerics_of(o.implementation, o.deterministic), o.on_token)
+    plan = Plan(o.max_new_tokens, chunk, job.keys is not None, numerics_of(o.implementation, o.deterministic), o.on_token)
     if o.speculative is not None:
         job, plan = speculate(o.speculative, model, longest, job, plan)
     sizes = CacheConfig(num_pages, o.page_size, max_seqs, longest, o.cache_dtype)

@@ -91,7 +91,7 @@ def check_pool(num_pages: int, page_size: int, longest: int, what: str) -> None:
 
 
 def read_keys(key: Any, num_prompts: int, *, greedy: bool) -> Key[Array, "*num_prompts"] | None:
-    """One key for all prompts or one for each, as given; None where none is needed. See `keys_of`.
+    """One key for all prompts or one for each, as given; None where none is needed. See `Job.keys_of`.
 
     Raises:
       ValueError: there is none and it is needed, it is no key, or their number is wrong.
@@ -102,13 +102,6 @@ def read_keys(key: Any, num_prompts: int, *, greedy: bool) -> Key[Array, "*num_p
     if keys is not None and keys.shape not in ((), (num_prompts,)):
         raise ValueError(f"key must be one key or one per prompt ({num_prompts}), got shape {list(keys.shape)}")
     return None if greedy else keys
-
-
-def keys_of(keys: Key[Array, "*num_prompts"], prompt: Int[Array, " rows"]) -> Key[Array, " rows"]:
-    """The key of each of these prompts: `fold_in(keys, i)` out of one key, or the i-th."""
-    if keys.ndim:
-        return keys[prompt]
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, prompt)
 
 
 def _as_keys(key: Any) -> Key[Array, "..."]:

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
-from jaxkv.decode.prompts import keys_of
 from jaxkv.decode.sampling import Sampling
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.token_ids import ArrayLike, as_int32
@@ -112,14 +111,21 @@ class Job:
         """Samples of the prompts that are no padding."""
         return self.num_real * self.num_samples
 
+    @property
+    def shares_pages(self) -> bool:
+        """Whether rows may share pages: samples those of their prompt."""
+        return self.num_samples > 1
+
     def prompt_of(self, request: Array) -> Array:
         """The prompt of each request."""
         return quotient(request, self.num_samples)
 
     def keys_of(self, prompt: Int[Array, " rows"]) -> Key[Array, " rows"]:
-        """The key of each of these prompts."""
+        """The key of each of these prompts: `fold_in(keys, i)` out of one key, or the i-th."""
         assert self.keys is not None
-        return keys_of(self.keys, prompt)
+        if self.keys.ndim:
+            return self.keys[prompt]
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(self.keys, prompt)
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jaxkv.config import CacheConfig, ModelConfig, pages_for
+from jaxkv.decode.prompts import longest_known
 from jaxkv.decode.run_state import Chunk, Job, Plan
 from jaxkv.model.token_ids import ArrayLike
 from jaxkv.programs import ladder
@@ -49,21 +50,38 @@ def pad(x: Any, *sizes: int, fill: int = 0) -> ArrayLike:
     return cast(Array, out)
 
 
-def repeat_last(x: Any, size: int) -> ArrayLike:
-    """`pad` with the last entry: of sampling values and keys, which must be valid and which no padding draws with."""
-    index = np.minimum(np.arange(size, dtype=np.int32), x.shape[0] - 1)
-    if isinstance(x, Tracer) or jnp.issubdtype(
-        x.dtype, jax.dtypes.prng_key
-    ):  # NumPy knows no keys: these compile for each number
-        return x[index]
-    return cast(Array, np.asarray(x)[index])
+def repeat_last(values: Any, size: int) -> Any:
+    """`pad` with the last entry, of a pytree: of sampling values and keys, which must be valid and which no padding draws with. What has
+    no axis, such as one key for all, stays."""
+
+    def repeated(x: Any) -> Any:
+        if x.ndim == 0:
+            return x
+        index = np.minimum(np.arange(size, dtype=np.int32), x.shape[0] - 1)
+        numpys = not isinstance(x, Tracer) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # keys compile for each number
+        return np.asarray(x)[index] if numpys else x[index]
+
+    return jax.tree.map(repeated, values)
+
+
+def padded(job: Job, prompts: int, width: int) -> Job:
+    """The job with room for so many prompts of so many tokens, and for the ladder's number of end tokens."""
+    return dataclasses.replace(
+        job,
+        prompts=pad(job.prompts, prompts, width),
+        prompt_lengths=pad(job.prompt_lengths, prompts, fill=1),
+        limits=pad(job.limits, prompts, fill=1),
+        keys=repeat_last(job.keys, prompts),
+        sampling=repeat_last(job.sampling, prompts),
+        eos=pad(job.eos, ladder.ends(job.eos.shape[0]), fill=-1),
+    )
 
 
 def cut(x: Any, *sizes: int, groups: int = 0) -> Array:
     """The front of an array [rows, ...] as [rows / groups, groups, ...], or as it is without groups; on its device if it is committed
-    to one."""
+    to one. Sizes of axes that it does not have do not count."""
     known = x if isinstance(x, Tracer) else np.asarray(x)
-    front = known[tuple(slice(size) for size in sizes)]
+    front = known[tuple(slice(size) for size in sizes[: known.ndim])]
     if groups:
         front = front.reshape(-1, groups, *front.shape[1:])
     if isinstance(front, Tracer):
@@ -80,8 +98,7 @@ def on_a_rung(config: ModelConfig, job: Job, plan: Plan, sizes: CacheConfig, giv
       given: `GenerateOptions`; its `max_seqs`, `num_pages`, `page_size` and `prefill_chunk`, where the caller gave them, stay as they are.
     """
     num_prompts, width = job.prompts.shape
-    known = not isinstance(job.prompt_lengths, Tracer)
-    longest = int(np.max(np.asarray(job.prompt_lengths))) if known else width
+    longest = longest_known(job.prompt_lengths, width)
     allowed = config.max_seq_len if job.draft is None else min(config.max_seq_len, job.draft.config.max_seq_len)
     width = ladder.prompt(longest, allowed)
     room = ladder.sequence(min(longest + plan.max_new, allowed), allowed)
@@ -94,19 +111,9 @@ def on_a_rung(config: ModelConfig, job: Job, plan: Plan, sizes: CacheConfig, giv
             page_bytes((config,) if job.draft is None else (config, job.draft.config), sizes),
             rows * pages_for(room, sizes.page_size) + 1,
         )
-    keys = job.keys if job.keys is None or not job.keys.ndim else repeat_last(job.keys, prompts)
-    job = dataclasses.replace(
-        job,
-        prompts=pad(job.prompts, prompts, width),
-        prompt_lengths=pad(job.prompt_lengths, prompts, fill=1),
-        limits=pad(job.limits, prompts, fill=1),
-        keys=keys,
-        sampling=jax.tree.map(lambda x: repeat_last(x, prompts), job.sampling),
-        eos=pad(job.eos, ladder.ends(job.eos.shape[0]), fill=-1),
-    )
     chunk = Chunk.holding(given.prefill_chunk, width, rows)
     return (
-        job,
+        padded(job, prompts, width),
         dataclasses.replace(plan, max_new=room, chunk=chunk),
         CacheConfig(num_pages, sizes.page_size, rows, room, sizes.dtype),
     )

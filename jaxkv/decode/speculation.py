@@ -34,7 +34,7 @@ class Speculation:
 
     def run_step(self, model: Decoder, job: Job, run: Run, pays: Array, plan: Plan) -> Run:
         """One step of the model, with a chunk where `pays` holds, and the one or more tokens it gives to each row."""
-        run, inputs = make_room(run, lambda r: next_inputs(job, r, plan.chunk, pays), shared=job.num_samples > 1)
+        run, inputs = make_room(run, lambda r: next_inputs(job, r, plan.chunk, pays), shared=job.shares_pages)
         with_chunk = lambda r: self._step(model, job, r, plan, inputs.beside_chunk())
         without = lambda r: self._step(model, job, r, plan, inputs.without_chunk())
         return when(~pays, without, when(pays, with_chunk, run))
@@ -54,7 +54,7 @@ class Speculation:
 
         num_tokens = inputs.num_tokens() + count
         most = max(inputs.chunk_tokens.size, 1 + self.num_tokens)
-        cache = run.cache.reserve(num_tokens, max_tokens=most, shared=job.num_samples > 1)
+        cache = run.cache.reserve(num_tokens, max_tokens=most, shared=job.shares_pages)
         if job.draft is not None:
             drafted = dataclasses.replace(run, cache=cache)
             cache, guesses = self._draft(len(model.layers), job, drafted, plan, inputs, count)

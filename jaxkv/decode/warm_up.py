@@ -45,16 +45,14 @@ def warm_up(
       ValueError: as `generate`.
     """
     check_decoder(model)
-    axes = [_several("prompts", prompts, 1), _several("prompt_tokens", prompt_tokens, 1)]
+    axes = [_several("prompts", prompts), _several("prompt_tokens", prompt_tokens)]
     flags = [sampled] if isinstance(sampled, bool | np.bool_) else list(sampled)
     if any(not isinstance(flag, bool | np.bool_) for flag in flags):
         raise ValueError(f"sampled must be True, False or both, got {shown(sampled)}")
-    todo = {}
+    todo, key = {}, jax.random.key(0)
     for count, tokens, flag in itertools.product(*axes, flags):
         sampling = Sampling(temperature=1.0) if flag else Sampling()
-        asked = GenerateOptions.of(
-            "warm_up", {"key": jax.random.key(0), "sampling": sampling, "max_new_tokens": max_new_tokens, **options}
-        )
+        asked = GenerateOptions.of("warm_up", {"key": key, "sampling": sampling, "max_new_tokens": max_new_tokens, **options})
         room = model.config.max_seq_len - asked.max_new_tokens
         given = np.zeros((count, max(min(tokens, room), 1)), np.int32)
         job, plan, sizes, _ = prepare(model, given, None, asked)
@@ -67,6 +65,6 @@ def warm_up(
     return len(todo)
 
 
-def _several(name: str, values: int | Sequence[int], least: int) -> list[int]:
+def _several(name: str, values: int | Sequence[int]) -> list[int]:
     given = values if isinstance(values, Sequence) and not isinstance(values, str | bytes) else [values]
-    return [integer(name, value, least) for value in given]
+    return [integer(name, value) for value in given]

@@ -65,7 +65,7 @@ def score(
     if shapes_are_the_callers(tokens, lengths, rows):
         return _score(model, tokens, lengths, rows, numerics, bool(remat))
     rung = ladder.rows(batch)
-    rows = jax.tree.map(lambda x: repeat_last(x, rung), rows)
+    rows = repeat_last(rows, rung)
     tokens = pad(tokens, rung, ladder.computed(seq, model.config.max_seq_len))
     with waiting_on_compiler(f"score for {rung} rows of up to {tokens.shape[1]:,} tokens"):
         out = _score(model, tokens, pad(lengths, rung, fill=1), rows, numerics, bool(remat))

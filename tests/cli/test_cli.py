@@ -96,7 +96,7 @@ def test_another_prompt_and_another_limit_compile_nothing(capsys, folder) -> Non
     generate(capsys, "One prompt", "--model", folder, "--max-new-tokens", NEW)
     with compilations() as programs:
         generate(capsys, "Another", "--model", folder, "--max-new-tokens", NEW + 3, "--seed", 5)
-    assert [name for name in programs if "_start" in name or "_advance" in name] == []
+    assert [name for name in programs if "_start" in name or "take_steps" in name] == []
 
 
 def test_the_clock_tells_prefill_and_decode_apart(monkeypatch) -> None:

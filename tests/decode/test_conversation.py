@@ -126,13 +126,13 @@ def test_an_interrupted_answer_stays_in_the_cache(after: int) -> None:
 def test_an_exception_in_the_middle_of_a_step_loses_the_cache_and_nothing_else(monkeypatch) -> None:
     conversation, first = new(), ids(0, 20)
     answer(conversation, first)
-    step = module._step
+    step = module.take_steps
 
     def interrupted(*arguments) -> None:
         step(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_step", interrupted)
+    monkeypatch.setattr(module, "take_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answer(conversation, [*first, 1])
     monkeypatch.undo()

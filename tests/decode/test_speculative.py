@@ -57,7 +57,7 @@ def run(speculative: NGram | Draft, on_token: Any = None, **changes: Any) -> tup
     asked = GenerateOptions(speculative=speculative, on_token=on_token, **{**OPTIONS, **changes})
     job, plan, sizes, cut = prepare(decoder(), PROMPTS, None, asked)
     state = internals._start(decoder(), job, plan, sizes)
-    state = internals._advance(decoder(), job, state, plan, jnp.int32(10_000))
+    state = internals.take_steps(decoder(), job, state, plan, jnp.int32(10_000))
     return internals._cut_output(state, job, cut), state
 
 

@@ -76,15 +76,19 @@ def extend(
 
 
 @jax.jit
-def _room(cache: PagedKVCache, num_tokens: Array) -> tuple[Array, Array, Array]:
-    """Tokens held, and pages needed and free: in one program, whatever the numbers."""
-    return cache.lengths, jnp.sum(cache.pages_needed(num_tokens), dtype=jnp.int32), cache.num_free
+def _pages_for(cache: PagedKVCache, num_tokens: Array) -> tuple[Array, Array]:
+    return jnp.sum(cache.pages_needed(num_tokens), dtype=jnp.int32), cache.num_free
+
+
+def pages_for_more(cache: PagedKVCache, num_tokens: Int[np.ndarray, " seqs"]) -> tuple[int, int]:
+    """Pages that so many more tokens of each row need, and those that are free; outside jit, by one program for all numbers."""
+    need, free = _pages_for(cache, num_tokens.astype(np.int32))
+    return int(need), int(free)
 
 
 def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> None:
     room = cache.pages_per_seq * cache.page_size
-    lengths, need, free = map(np.asarray, _room(cache, num_tokens.astype(np.int32)))
-    most = min(room, allowed)
+    lengths, most = np.asarray(cache.lengths), min(room, allowed)
     long = np.flatnonzero((num_tokens > 0) & (lengths + num_tokens > most))
     if long.size:
         row = long[0]
@@ -95,10 +99,11 @@ def _check_room(cache: PagedKVCache, num_tokens: np.ndarray, allowed: int) -> No
     stuck = np.flatnonzero((num_tokens > 0) & np.asarray(cache.out_of_pages))
     if stuck.size:
         raise ValueError(f"rows {stuck.tolist()} ran out of pages earlier and have a gap: free them before extending them")
+    need, free = pages_for_more(cache, num_tokens)
     if need > free:
         raise ValueError(
             f"out of pages: the new tokens need {need} pages and {free} of {cache.num_pages - 1} are free; free rows, "
-            f"or create the cache with num_pages >= {cache.num_pages + int(need) - int(free)}"
+            f"or create the cache with num_pages >= {cache.num_pages + need - free}"
         )
 
 

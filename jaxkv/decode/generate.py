@@ -91,9 +91,8 @@ def _run_prepared(model: Decoder, todo: Prepared) -> GenerateOutput:
     job, plan, sizes, asked = todo
     if asked is None:
         return _generate(model, job, plan, sizes)
-    if any(
-        isinstance(x, Tracer) for x in jax.tree.leaves((model, job))
-    ):  # grad or vmap without jit, where a donated run has no use
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, job)))
+    if traced:  # by grad or vmap without jit, under which a run that is donated could not be
         out = _generate(model, job, plan, sizes)
         front = lambda x: cut(x, asked.num_prompts, job.num_samples, asked.max_new)
         return GenerateOutput(*map(front, out[:-1]), out.stats)  # pyright: ignore[reportCallIssue]

@@ -7,6 +7,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
+def readable(*values: object) -> bool:
+    """Whether all are arrays whose numbers are known: not traced, and no placeholders of jax's."""
+    return all(isinstance(x, Array | np.ndarray) and not isinstance(x, Tracer) for x in values)
+
+
 class GenerateStats(NamedTuple):
     """How a run went: scalar arrays.
 
@@ -51,8 +56,7 @@ class GenerateOutput(NamedTuple):
         except (AttributeError, ValueError):
             return f"GenerateOutput({', '.join(self._fields)})"  # jax builds one of placeholders, or adds an axis
         head = f"GenerateOutput({prompts} prompts, {samples} samples of each, of up to {most} tokens"
-        values = (self.lengths, self.finished, *self.stats)
-        if any(isinstance(x, Tracer) or not isinstance(x, Array | np.ndarray) for x in values):
+        if not readable(self.lengths, self.finished, *self.stats):
             return f"{head})"
         made, ended = int(np.sum(np.asarray(self.lengths))), int(np.sum(np.asarray(self.finished)))
         steps, preempted, pages, waste = (
@@ -90,8 +94,7 @@ class BeamSearchOutput(NamedTuple):
 
     def __repr__(self) -> str:
         """In words; names alone where values are traced or are no arrays."""
-        known = all(isinstance(x, Array | np.ndarray) and not isinstance(x, Tracer) for x in self)
-        if not known or self.tokens.ndim != 3:
+        if not readable(*self) or self.tokens.ndim != 3:
             return f"BeamSearchOutput({', '.join(self._fields)})"
         prompts, sequences, most = self.tokens.shape
         made = int(np.sum(np.asarray(self.lengths)))

@@ -151,12 +151,11 @@ class CausalLM:
         else:
             past = with_room(self.decoder, past_key_values, lengths, page_size)
             logits, past = extend(self.decoder, past, ids, lengths, all_logits=True)
-        of, known = (
-            (jnp, logits) if isinstance(logits, Tracer) else (np, np.asarray(logits))
-        )  # jax would compile for each shape
+        traced = isinstance(logits, Tracer)
+        of, known = (jnp, logits) if traced else (np, np.asarray(logits))  # jax would compile for each shape
         placed = of.take_along_axis(known, np.maximum(source, 0)[:, :, None], axis=1)
         placed = of.where((source >= 0)[:, :, None], placed, np.float32(0.0))
-        return CausalLMOutput(placed if isinstance(placed, Tracer) else jax.device_put(placed), past)
+        return CausalLMOutput(placed if traced else jax.device_put(placed), past)
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
         """`jaxkv.save` with the sampling defaults the model was loaded with.

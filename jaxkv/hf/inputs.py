@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.paged_kv_cache import PagedKVCache
 from jaxkv.config import CacheConfig, pages_for
+from jaxkv.decode.extend import pages_for_more
 from jaxkv.model.decoder import Decoder
+from jaxkv.programs import ladder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def with_room(model: Decoder, cache: PagedKVCache | None, lengths: np.ndarray, p
     """A cache with room for `lengths` more tokens per row: new, as it is, or grown to twice its size."""
     batch = len(lengths)
     if cache is None:
-        room = min(max(2 * int(lengths.max()), 4 * page_size), model.config.max_seq_len)
+        room = ladder.rung(2 * int(lengths.max()), 4 * page_size, 2, model.config.max_seq_len)
         pages = batch * pages_for(room, page_size) + 1
         sizes = CacheConfig(num_pages=pages, page_size=page_size, max_seqs=batch, max_seq_len=room)
         return PagedKVCache.of_sizes(model.config, sizes, model.mesh)
@@ -89,8 +90,8 @@ def with_room(model: Decoder, cache: PagedKVCache | None, lengths: np.ndarray, p
     longest = int((np.asarray(cache.lengths) + lengths).max())
     if longest > model.config.max_seq_len:
         raise ValueError(f"{longest} tokens are more than the model allows ({model.config.max_seq_len})")
-    need = int(np.asarray(cache.pages_needed(jnp.asarray(lengths))).sum())
+    need, free = pages_for_more(cache, lengths)
     wide = pages_for(min(2 * longest, model.config.max_seq_len), cache.page_size)
-    if longest > cache.pages_per_seq * cache.page_size or need > int(cache.num_free):
+    if longest > cache.pages_per_seq * cache.page_size or need > free:
         return cache.grown(num_pages=max(cache.num_pages, need) * 2, pages_per_seq=max(wide, cache.pages_per_seq))
     return cache

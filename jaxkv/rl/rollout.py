@@ -5,11 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.config import shown
-from jaxkv.decode.outputs import GenerateOutput
+from jaxkv.decode.outputs import GenerateOutput, readable
 from jaxkv.decode.prompts import Prompts, pad_prompts
 from jaxkv.model.decoder import Decoder, check_decoder
 from jaxkv.model.token_ids import ArrayLike
@@ -36,8 +35,10 @@ class Sequences(NamedTuple):
 
     def __repr__(self) -> str:
         """In words; names alone where values are traced or are no arrays."""
-        if any(
-            isinstance(x, Tracer) or getattr(x, "ndim", 0) != n for x, n in ((self.tokens, 2), (self.lengths, 1), (self.new, 2))
+        if not readable(self.tokens, self.lengths, self.new) or (self.tokens.ndim, self.lengths.ndim, self.new.ndim) != (
+            2,
+            1,
+            2,
         ):
             return f"Sequences({', '.join(self._fields)})"  # jax builds one of placeholders, or adds an axis
         rows, width = self.tokens.shape

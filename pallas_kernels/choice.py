@@ -107,6 +107,18 @@ def native_refusal(place: Place) -> str | None:
     return library.why_not()
 
 
+def runs_natively(implementation: str | None, place: Place) -> bool:
+    """Whether the native CPU kernels run: asked for by name, or the best that there is.
+
+    Raises:
+      NotImplementedError: they were asked for by name and cannot run there.
+    """
+    if implementation == "cpu":
+        refuse(implementation, native_refusal(place))
+        return True
+    return implementation is None and native_refusal(place) is None
+
+
 def choose(
     implementation: str | None,
     place: Place,
@@ -129,14 +141,13 @@ def choose(
     Raises:
       NotImplementedError: the named implementation cannot run there.
     """
-    if implementation == "cpu":
-        refuse(implementation, native_refusal(place))
+    if runs_natively(implementation, place):
+        return "cpu", INTERPRETED_GENERATION
     if implementation is not None and implementation not in GPU_KERNELS:
         return implementation, INTERPRETED_GENERATION
     if place.platform != "cuda":
         if implementation is None:
-            native = place.platform == "cpu" and native_refusal(place) is None
-            return ("cpu" if native else "xla"), INTERPRETED_GENERATION
+            return "xla", INTERPRETED_GENERATION
         where = f"it needs an NVIDIA GPU and the program is lowered for {place.platform!r}"
         refuse(implementation, f"{where}; '{implementation}_interpret' runs anywhere")
     try:

@@ -37,7 +37,7 @@ def named_capability() -> str | None:
     return getattr(jax.sharding.get_abstract_mesh().abstract_device, "compute_capability", None)
 
 
-def _own_capability() -> str | None:
+def own_capability() -> str | None:
     """The compute capability of this process's first NVIDIA GPU, or None."""
     try:
         return getattr(jax.devices("cuda")[0], "compute_capability", None)
@@ -51,10 +51,10 @@ def gpu_generation(capability: str | None) -> str:
     Raises:
       NotImplementedError: the GPU is older than the kernels' oldest.
     """
-    return generation_of(capability or _own_capability() or OLDEST_CAPABILITY)
+    return generation_of(capability or own_capability() or OLDEST_CAPABILITY)
 
 
 def lowering_context(platform: str) -> contextlib.AbstractContextManager:
     """What a platform's rule is lowered in: from jax 0.11 on Pallas lowers for a GPU that is known only, so where none is, the oldest."""
-    known = platform != "cuda" or jax.__version_info__ < (0, 11) or named_capability() or _own_capability()
+    known = platform != "cuda" or jax.__version_info__ < (0, 11) or named_capability() or own_capability()
     return contextlib.nullcontext() if known else jax.sharding.use_abstract_mesh(gpu_mesh(OLDEST_KIND, OLDEST_CAPABILITY))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.choice import native_refusal, refuse
+from pallas_kernels.choice import runs_natively
 from pallas_kernels.dispatch import Place, broadcast, make_operation, one_by_one
 from pallas_kernels.options import FLOAT_DTYPES
 from pallas_kernels.product_sums import product_sums
@@ -73,11 +73,7 @@ def _run(
 ) -> list[jax.Array]:
     rows, width = x.shape
     name = implementation
-    if name == "cpu":
-        refuse(name, native_refusal(place))
-    if name is None and place.platform == "cpu" and native_refusal(place) is None:
-        name = "cpu"
-    if name == "cpu":
+    if runs_natively(name, place):
         from pallas_kernels.cpu.product import product_cpu
 
         return [product_cpu(x, weight, *live)]

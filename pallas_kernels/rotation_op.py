@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import native_refusal, refuse
+from pallas_kernels.choice import runs_natively
 from pallas_kernels.dispatch import Place, broadcast, make_operation
 from pallas_kernels.options import FLOAT_DTYPES
 from pallas_kernels.rotation_xla import split_rotated_xla
@@ -17,9 +17,7 @@ IMPLEMENTATIONS = ("xla", "cpu")
 
 
 def _run(place: Place, qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, implementation: str | None) -> list[jax.Array]:
-    if implementation == "cpu":
-        refuse(implementation, native_refusal(place))
-    if implementation == "xla" or place.platform != "cpu" or native_refusal(place) is not None:
+    if not runs_natively(implementation, place):
         return split_rotated_xla(qkv, cos, sin)
     from pallas_kernels.cpu.rotation import split_rotated_cpu
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 from pallas_kernels.cpu import library
+from pallas_kernels.gpu import own_capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,6 @@ class Kernels:
         return self.implementation if self.target is None else f"{self.implementation} ({self.target})"
 
 
-def _has_nvidia_gpu() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:  # no such platform in this process
-        return False
-
-
 def kernels() -> Kernels:
     """Which implementation runs on jax's default backend; see `pallas_kernels.paged_attention` and `product`.
 
@@ -49,7 +43,7 @@ def kernels() -> Kernels:
     """
     platform = jax.default_backend()
     if platform != "cpu":
-        implementation = "triton" if platform == "gpu" and _has_nvidia_gpu() else "xla"
+        implementation = "triton" if platform == "gpu" and own_capability() else "xla"
         return Kernels(
             platform, implementation, None, (), f"the native kernels are for CPUs, jax's default backend is {platform!r}"
         )

@@ -39,31 +39,32 @@ struct Reader {
   static JAXKV_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 };
 
-JAXKV_INLINE U pairs_tail(const bf16* from, int64_t n) {
-  U out = {};
-  __builtin_memcpy(&out, from, size_t(n) * sizeof(bf16));
-  return out;
-}
+// Pairs of bfloat16, 32 bits each.
+struct PairReader {
+  static constexpr int ELEMENTS = 2 * LANES;
+  static JAXKV_INLINE U bits(const bf16* from) { return load_bits<U>(from); }
+  static JAXKV_INLINE U tail(const bf16* from, int64_t n) {
+    U out = {};
+    __builtin_memcpy(&out, from, size_t(n) * sizeof(bf16));
+    return out;
+  }
+};
 
 #if defined(__AVX512BF16__)
 // Pairs are multiplied and added as they are, with rounding of its own.
 template <>
-struct Reader<bf16> {
+struct Reader<bf16> : PairReader {
   typedef bf16 Row;
-  static constexpr int PARTS = 1, ELEMENTS = 2 * LANES;
-  static JAXKV_INLINE U bits(const bf16* from) { return load_bits<U>(from); }
-  static JAXKV_INLINE U tail(const bf16* from, int64_t n) { return pairs_tail(from, n); }
+  static constexpr int PARTS = 1;
   static JAXKV_INLINE U part(U bits, int) { return bits; }
   static JAXKV_INLINE U row(const bf16* x, int) { return load_bits<U>(x); }
   static JAXKV_INLINE F multiply_add(U a, U b, F c) { return (F)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
 };
 #else
 template <>
-struct Reader<bf16> {
+struct Reader<bf16> : PairReader {
   typedef float Row;
-  static constexpr int PARTS = 2, ELEMENTS = 2 * LANES;
-  static JAXKV_INLINE U bits(const bf16* from) { return load_bits<U>(from); }
-  static JAXKV_INLINE U tail(const bf16* from, int64_t n) { return pairs_tail(from, n); }
+  static constexpr int PARTS = 2;
   static JAXKV_INLINE F part(U bits, int i) { return (F)(i == 0 ? bits << 16 : bits & 0xffff0000); }
   static JAXKV_INLINE F row(const float* x, int i) { return load(x + i * LANES); }
   static JAXKV_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }

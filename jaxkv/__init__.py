@@ -12,6 +12,7 @@
     score(model, tokens), sequences, mismatch          log-probabilities, for training on what was generated
     PagedKVCache.create, extend, step                  the cache by hand: allocate, fork, truncate, free
     save(model, folder, tokenizer=tokenizer)           files that transformers loads, too
+    LLM(name).generate(texts, SamplingParams(...))     requests that come and go, under vLLM's names
     AutoModelForCausalLM.from_pretrained(name)         the names of transformers, and its `generate`
     kernels()                                          which implementation runs on this machine, and why not another
     viz.page_map(cache), viz.record(model, ...)        pictures of a cache at work
@@ -19,7 +20,7 @@
     keep_programs()                                    compiled programs are kept on disk for the next process
 
 Each says in its docstring what it takes and what it raises. Tokens and text (`jaxkv.text`) and the command line (`python -m jaxkv`)
-stand beside it. Nothing here holds state: models and caches go in and come out.
+stand beside it. Nothing here but `LLM` and `Conversation` holds state: models and caches go in and come out.
 """
 
 import importlib
@@ -38,6 +39,7 @@ from jaxkv.decode.sampling import Sampling, sample
 from jaxkv.decode.speculative import Draft, NGram
 from jaxkv.decode.step import StepInputs, step
 from jaxkv.decode.warm_up import warm_up
+from jaxkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from jaxkv.hf import AutoModelForCausalLM, CausalLM
 from jaxkv.model.decoder import Decoder
 from jaxkv.ops.kernels import Kernels, kernels
@@ -54,8 +56,6 @@ __version__ = "0.1.0"
 
 
 _INSTEAD = {
-    "LLM": "model, tokenizer = jaxkv.load(name), and jaxkv.generate(model, tokenizer(texts)['input_ids'], max_new_tokens=...)",
-    "SamplingParams": "jaxkv.Sampling(temperature=..., top_k=..., top_p=..., min_p=...), and max_new_tokens of jaxkv.generate",
     "AutoTokenizer": "the tokenizer that jaxkv.load returns beside the model, or transformers.AutoTokenizer",
 }
 """What people look for who come from elsewhere, and what there is."""
@@ -75,11 +75,13 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "LLM",
     "AutoModelForCausalLM",
     "BeamSearchOutput",
     "CacheConfig",
     "CacheStats",
     "CausalLM",
+    "CompletionOutput",
     "Conversation",
     "Decoder",
     "Detokenizer",
@@ -91,8 +93,10 @@ __all__ = [
     "ModelConfig",
     "NGram",
     "PagedKVCache",
+    "RequestOutput",
     "Rope",
     "Sampling",
+    "SamplingParams",
     "Sequences",
     "StepInputs",
     "Token",

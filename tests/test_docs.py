@@ -80,7 +80,7 @@ def test_folders_that_ci_leaves_out_exist() -> None:
 
 def test_the_reference_has_every_public_name_once() -> None:
     named = [line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)]
-    public = (set(jaxkv.__all__) - {"viz"}) | (set(jaxkv.viz.__all__)) | set(pallas_kernels.__all__)
+    public = (set(jaxkv.__all__) - {"viz"}) | set(jaxkv.viz.__all__) | set(jaxkv.engine.__all__) | set(pallas_kernels.__all__)
     assert sorted(named) == sorted(public)
 
 

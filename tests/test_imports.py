@@ -42,12 +42,13 @@ MAY_IMPORT = {
     "decode": "config programs sharding ops cache model pallas_kernels",
     "rl": "config programs sharding ops model decode",
     "text": "",
+    "engine": "config programs sharding ops cache model weights decode text pallas_kernels",
     "viz": "config cache model decode",
     "hf": "config programs cache model weights decode rl text",
     "bench": "config programs cache model jaxkv",
     "cli": "config programs cache model weights decode text viz bench jaxkv",
     "__main__": "cli",
-    "__init__": "config programs ops cache model weights decode rl text hf viz",  # the last for type checkers alone: it is loaded on demand
+    "__init__": "config programs ops cache model weights decode rl text hf engine viz",  # the last for type checkers alone
 }
 # A cache and a result draw themselves in a notebook, and load what draws them only then.
 LOADED_WHEN_DRAWN = {("cache/paged_kv_cache.py", "viz"), ("decode/outputs.py", "viz")}
@@ -91,6 +92,16 @@ def test_kernels_know_neither_jaxkv_nor_their_tools(path: Path) -> None:
     for line, name in imported(path):
         assert name.split(".")[0] not in ("jaxkv", "benchmarks"), f"{path.relative_to(ROOT)}:{line} imports {name}"
         assert tool or not name.startswith("pallas_kernels.tools"), f"{path.relative_to(ROOT)}:{line} imports {name}"
+
+
+@pytest.mark.parametrize("name", ["page_pool", "prefix_cache", "sequence", "params", "outputs", "batch", "scheduler"])
+def test_the_hosts_bookkeeping_knows_nothing_of_jax(name: str) -> None:
+    """Neither jax nor anything that imports it; NumPy neither."""
+    for line, imported_name in imported(ROOT / "jaxkv" / "engine" / f"{name}.py"):
+        head, *rest = imported_name.split(".")
+        assert head not in ("jax", "jaxtyping", "numpy"), f"{name}.py:{line} imports {imported_name}"
+        known = ("page_pool", "prefix_cache", "sequence", "params", "outputs", "batch", "scheduler")
+        assert head != "jaxkv" or (rest[0] == "engine" and rest[1] in known), f"{name}.py:{line} imports {imported_name}"
 
 
 def test_the_package_loads_no_picture_code() -> None:

@@ -41,7 +41,7 @@ def _after_an_answer(tokenizer: Any) -> str:
     return ""
 
 
-def in_template(tokenizer: Any, chat: list[dict[str, str]], **options: bool) -> Any:
+def in_template(tokenizer: Any, chat: list[dict[str, Any]], **options: Any) -> Any:
     """A chat in the model's template, as transformers' `apply_chat_template`.
 
     Raises:

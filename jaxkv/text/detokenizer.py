@@ -27,16 +27,18 @@ _PROBES = ((0xFF,), (0x41,), (0x80,), (0x80,) * 2, (0x80,) * 3, (0xA0,), (0xA0, 
 class Detokenizer:
     """Turns a growing list of tokens into text that only ever gets longer.
 
-    The pieces of `add` and the one of `finish`, joined, are `tokenizer.decode(tokens, skip_special_tokens=True,
+    The pieces of `add` and the one of `finish`, joined, are `tokenizer.decode(tokens, skip_special_tokens=...,
     clean_up_tokenization_spaces=False)`, whatever the tokens are. The cost of a token depends on how many of those before it may
     still change, which is a few characters, or the latest run of byte tokens.
 
     Args:
       tokenizer: anything with transformers' `decode`.
+      skip_special_tokens: leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True):
         self.tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._window: list[int] = []  # the latest tokens; those before depend on none that can come
         self._context = 0  # how many of them are there only as neighbours of what is new
         self._out = 0  # characters of the window's text that are out already
@@ -61,7 +63,8 @@ class Detokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """All of these tokens at once."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def _certain(self, text: str) -> tuple[int, bool]:
         """How many characters no later token can change, and whether what comes is decoded as if it stood alone."""

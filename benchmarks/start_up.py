@@ -93,7 +93,7 @@ def first_token_of_jaxkv(model: str, dtype: str | None, cache: str, started: flo
     loaded, _ = jaxkv.load(model, dtype=dtype)
     ready = time.time()
     next(jaxkv.stream(loaded, PROMPT, max_new_tokens=16, eos_token_id=()))
-    return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
+    return _parts(started, imported, ready)
 
 
 def first_token_of_transformers(folder: str, dtype: str | None, cache: str, started: float) -> dict[str, float]:
@@ -105,7 +105,7 @@ def first_token_of_transformers(folder: str, dtype: str | None, cache: str, star
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype or "float32"))
     ready = time.time()
     loaded.generate(torch.tensor(PROMPT), max_new_tokens=1, do_sample=False)
-    return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
+    return _parts(started, imported, ready)
 
 
 def first_token_of_llama_cpp(path: str, dtype: str | None, cache: str, started: float) -> dict[str, float]:
@@ -116,7 +116,14 @@ def first_token_of_llama_cpp(path: str, dtype: str | None, cache: str, started: 
     loaded = llama_cpp.Llama(path, n_ctx=1024, verbose=False)
     ready = time.time()
     next(loaded.generate(PROMPT[0], temp=0.0))
-    return {"import": imported - started, "load": ready - imported, "token": time.time() - ready, "all": time.time() - started}
+    return _parts(started, imported, ready)
+
+
+def _parts(started: float, imported: float, ready: float) -> dict[str, float]:
+    """Seconds of each part of a process whose first token is there now, given when (by `time.time`) it was started, had its package
+    imported, and had its model loaded."""
+    now = time.time()
+    return {"import": imported - started, "load": ready - imported, "token": now - ready, "all": now - started}
 
 
 def first_tokens(model: str, dtype: str | None, repeats: int) -> dict[str, dict[str, float]]:

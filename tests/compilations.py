@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+from jaxkv.programs.progress import COMPILES
+
 _seen: list[str] = []
 
 
 def _note(event: str, _: float, **more: object) -> None:
-    if event == _EVENT:
+    if event == COMPILES:
         _seen.append(str(more.get("fun_name", "")))
 
 

@@ -6,6 +6,7 @@
 Page 0 is the null page: unused table entries and padding point at it, and nothing live is ever in it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,6 +53,22 @@ class Pages(NamedTuple):
     def grown(self, num_pages: int) -> "Pages":
         """The same contents in a larger pool."""
         return jax.tree.map(lambda x: jnp.pad(x, ((0, num_pages - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
+
+
+def page_bytes(models: Sequence[ModelConfig], page_size: int, dtype: str | None = None) -> int:
+    """Bytes of one page in all layers of these models together, scales included.
+
+    Args:
+      models: whose keys and values it holds; a model and its draft share the numbers of their pages.
+      page_size: tokens a page holds.
+      dtype: of keys and values, by default each model's own.
+    """
+    total = 0
+    for config in models:
+        kept = dtype or config.dtype
+        vector = config.head_dim * jnp.dtype(kept).itemsize + (4 if kept in QUANTIZED_DTYPES else 0)  # and a float32 scale
+        total += 2 * config.num_layers * config.num_kv_heads * page_size * vector
+    return total
 
 
 def _copied(x: Array, old: Array, new: Array) -> Array:

@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     check_pool(config, args.page_size, pages_for(context, args.page_size) + 1)
     longest = longest_answer(args.max_new_tokens, context, defaults)
     history_room = context - longest
-    ends = end_tokens(tokenizer, config.eos_token_ids)
-    ends = tuple(end for end in ends if end < config.vocab_size)  # a tokenizer may have more tokens than the model
+    ends = end_tokens(tokenizer, config.eos_token_ids, vocab_size=config.vocab_size)
     _say(complaint(defaults))
     conversation = jaxkv.Conversation(
         opened.decoder(dtype=args.dtype), max_seq_len=context, sampling=chosen_sampling(args, defaults), eos_token_id=ends,

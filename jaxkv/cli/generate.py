@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     samples = chosen_samples(args, defaults, sampling)
     rows = token_rows(tokenizer, prompts, raw=args.raw)
     lengths = [len(row) for row in rows]
-    ends = end_tokens(tokenizer, config.eos_token_ids, raw=args.raw)
-    ends = tuple(end for end in ends if end < config.vocab_size)  # a tokenizer may have more tokens than the model
+    ends = end_tokens(tokenizer, config.eos_token_ids, raw=args.raw, vocab_size=config.vocab_size)
     options = {
         "max_new_tokens": new_token_budget(lengths, args.max_new_tokens, config.max_seq_len, defaults),
         "sampling": sampling,

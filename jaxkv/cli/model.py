@@ -5,6 +5,7 @@ import warnings
 
 import jax
 
+from jaxkv.cache.pages import page_bytes
 from jaxkv.config import ModelConfig
 from jaxkv.weights.loading import Opened, open_model
 from jaxkv.weights.tokenizer_warning import TokenizerWarning
@@ -37,10 +38,9 @@ def check_pool(config: ModelConfig, page_size: int, num_pages: int | None) -> No
       ValueError: keys and values alone would need more memory than there is.
     """
     pages = 2 if num_pages is None else num_pages  # the null page, and at least one more
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jax.numpy.dtype(config.dtype).itemsize
+    needed = pages * page_bytes((config,), page_size)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**46
-    if pages * page_size * per_token > max(there, 2**40 if jax.default_backend() != "cpu" else 0):
-        gigabytes = pages * page_size * per_token / 1e9
+    if needed > max(there, 2**40 if jax.default_backend() != "cpu" else 0):
         raise ValueError(
-            f"{pages} pages (--num-pages) of {page_size} tokens (--page-size) need {gigabytes:,.0f} GB, there are {there / 1e9:,.0f}"
+            f"{pages} pages (--num-pages) of {page_size} tokens (--page-size) need {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}"
         )

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jaxkv.programs.progress import COMPILES
+
 
 class Clock:
     """Separates compilation, prefill and decode of one `generate`, by its compiler events and its tokens' times."""
@@ -17,7 +19,7 @@ class Clock:
 
     def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
-        if event == "/jax/core/compile/backend_compile_duration" and not self.times:
+        if event == COMPILES and not self.times:
             self.ready = time.perf_counter()
 
     def token(self, prompt: int) -> None:

@@ -5,11 +5,12 @@ from typing import NamedTuple
 import numpy as np
 from jax.core import Tracer
 
+from jaxkv.cache.pages import page_bytes
 from jaxkv.config import CacheConfig, pages_for
 from jaxkv.decode.beams import Rules, candidates
 from jaxkv.decode.prompts import longest_known, longest_sequence
 from jaxkv.decode.run_state import Chunk
-from jaxkv.decode.rungs import pad, page_bytes
+from jaxkv.decode.rungs import pad
 from jaxkv.model.decoder import Decoder
 from jaxkv.model.token_ids import ArrayLike
 from jaxkv.ops.numerics import Numerics
@@ -82,7 +83,7 @@ def on_a_rung(
     if not given[0]:
         needed = _all_pages(job.lengths, longest, search, sizes.page_size)
         most = prompts * search.num_beams * pages_for(room, sizes.page_size) + 1
-        num_pages = ladder.pages(needed, page_bytes((model.config,), sizes), most)
+        num_pages = ladder.pages(needed, page_bytes((model.config,), sizes.page_size, sizes.dtype), most)
     job = job._replace(
         prompts=pad(job.prompts, prompts, width), lengths=pad(job.lengths, prompts, fill=1), eos=pad(job.eos, ends, fill=-1)
     )

@@ -35,7 +35,8 @@ CONTEXT = 2048
 """Tokens of a conversation, unless `max_seq_len` says otherwise; the model may allow fewer."""
 
 PREFILL_CHUNK = 64
-"""A turn is short, and a step's chunk costs the same however full it is."""
+"""A turn is short. Native kernels compute only the tokens that a chunk holds; with XLA's forms a chunk costs the same however full it
+is, and a longer one would mostly be padding."""
 
 _WAY_OUT = "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) gives them"
 _NAMES = Names("tokens", "lengths", "history")

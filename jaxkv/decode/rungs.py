@@ -4,7 +4,6 @@ All of it by NumPy, outside jit: padding and slicing by jax would compile a prog
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
+from jaxkv.cache.pages import page_bytes
 from jaxkv.config import CacheConfig, ModelConfig, pages_for
 from jaxkv.decode.prompts import longest_known
 from jaxkv.decode.run_state import Chunk, Job, Plan
@@ -108,7 +108,7 @@ def on_a_rung(config: ModelConfig, job: Job, plan: Plan, sizes: CacheConfig, giv
     if given.num_pages is None:
         num_pages = ladder.pages(
             _pages_needed(job, rows, longest + plan.max_new, sizes.page_size) + 1,
-            page_bytes((config,) if job.draft is None else (config, job.draft.config), sizes),
+            page_bytes((config,) if job.draft is None else (config, job.draft.config), sizes.page_size, sizes.dtype),
             rows * pages_for(room, sizes.page_size) + 1,
         )
     chunk = Chunk.holding(given.prefill_chunk, width, rows)
@@ -128,9 +128,3 @@ def _pages_needed(job: Job, rows: int, longest: int, page_size: int) -> int:
         tokens = np.minimum(np.asarray(lengths) + np.asarray(limits), longest)
     pages = np.sort(np.repeat(-(-tokens // page_size), job.num_samples))
     return int(pages[-rows:].sum())
-
-
-def page_bytes(models: Sequence[ModelConfig], sizes: CacheConfig) -> int:
-    """Bytes of a page in all layers of these models."""
-    vectors = sum(2 * c.num_layers * c.num_kv_heads * c.head_dim for c in models)
-    return vectors * sizes.page_size * jnp.dtype(sizes.dtype or models[0].dtype).itemsize

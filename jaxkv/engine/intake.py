@@ -35,9 +35,7 @@ class Intake:
     def __init__(self, config: ModelConfig, tokenizer: Any, options: EngineOptions, limits: Limits):
         self._tokenizer, self._options, self._vocab = tokenizer, options, config.vocab_size
         self._longest = limits.max_model_len
-        known = config.eos_token_ids
-        ends = known if tokenizer is None else end_tokens(tokenizer, known)
-        self._ends = frozenset(end for end in ends if end < config.vocab_size)
+        self._ends = frozenset(end_tokens(tokenizer, config.eos_token_ids, vocab_size=config.vocab_size))
 
     def request(self, prompt: str | List[int], params: Any, asked: Asked, number: int, weights_version: int) -> Request:
         """A request, as yet in no queue.

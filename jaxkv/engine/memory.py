@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxkv.cache.pages import page_bytes
 from jaxkv.config import CacheConfig, ModelConfig, pages_for
-from jaxkv.decode.rungs import page_bytes
 
 CPU_CAP = 4 * 2**30
 """Bytes of pages on a CPU, at most: its memory is everybody's. As much as vLLM takes there."""
@@ -30,7 +30,7 @@ def pages_that_fit(config: ModelConfig, one_page: CacheConfig, device: Any, util
     Raises:
       ValueError: not even two pages fit; the message has the numbers.
     """
-    each = page_bytes((config,), one_page)
+    each = page_bytes((config,), one_page.page_size, one_page.dtype)
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         room = int(stats["bytes_limit"] * utilization) - stats.get("bytes_in_use", 0) - TEMPORARY
@@ -48,7 +48,7 @@ def pages_that_fit(config: ModelConfig, one_page: CacheConfig, device: Any, util
 
 def log_pool(sizes: CacheConfig, config: ModelConfig) -> None:
     """Say how large the pool is, and how many sequences of full length it holds."""
-    each, full = page_bytes((config,), sizes), pages_for(sizes.max_seq_len, sizes.page_size)
+    each, full = page_bytes((config,), sizes.page_size, sizes.dtype), pages_for(sizes.max_seq_len, sizes.page_size)
     logger.info(
         "%d pages of %d tokens (%.2f GB), enough for %.1f sequences of %d tokens",
         sizes.num_pages - 1,

@@ -1,8 +1,6 @@
 """The compiled programs of one process, kept on disk for the next: jax's persistent compilation cache, set up for jaxkv."""
 
-import contextlib
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.programs.options import option
 from jaxkv.programs.user_folder import cache_folder
+from jaxkv.programs.watched import say
 
 _FOLDER, _ENABLED = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
 # Below these jax keeps nothing: by default programs that compiled in under a second, of which a session has dozens.
@@ -87,5 +86,4 @@ def _try(folder: Path) -> tuple[bool, str]:
 def _complain(line: str) -> None:
     if line not in _complained:
         _complained.add(line)
-        with contextlib.suppress(OSError, ValueError):
-            print(f"jaxkv: {line}", file=sys.stderr, flush=True)
+        say(line)

@@ -5,8 +5,6 @@ that compiles; reading a program from the cache on disk counts, too. So nothing 
 compiles. Inside somebody else's jit nothing is compiled before that is traced to its end, and so nothing is said.
 """
 
-import contextlib
-import sys
 import threading
 import time
 from types import TracebackType
@@ -15,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxkv.programs.options import option
-from jaxkv.programs.watched import watched
+from jaxkv.programs.watched import say, watched
 
 LONG = 2.0
 """Seconds of compilation, in total, from which on it is worth a line."""
@@ -64,7 +62,7 @@ class waiting_on_compiler:  # in small letters, since it is used as a function: 
             said, self.announced = self.announced, False
         if said:
             done = "compiled" if kind is None else "stopped compiling"
-            _say(f"{done} {self.what} after {self.seconds:.1f} s")
+            say(f"{done} {self.what} after {self.seconds:.1f} s")
 
     def _begins(self) -> None:
         self.depth += 1
@@ -89,7 +87,7 @@ class waiting_on_compiler:  # in small letters, since it is used as a function: 
             if self.timer is None or self.announced:  # the compilation ended just now, or it was said for an earlier one
                 return
             self.announced = True
-            _say(f"compiling {self.what}; this happens once{_hint()}")  # within the lock: before the line that ends it
+            say(f"compiling {self.what}; this happens once{_hint()}")  # within the lock: before the line that ends it
 
 
 _here = threading.local()
@@ -100,11 +98,6 @@ def _hint() -> str:
     # Whoever keeps programs need not be told how.
     kept = option("jax_compilation_cache_dir") and option("jax_enable_compilation_cache")
     return ", and is kept for the next start" if kept else " in a process (jaxkv.keep_programs() keeps it for the next)"
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stderr is no reason to stop
-        print(f"jaxkv: {line}", file=sys.stderr, flush=True)
 
 
 def _begun(event: str, value: float | int, **about: Any) -> None:

@@ -1,5 +1,6 @@
-"""Whether anybody watches stderr: then what takes long says so there."""
+"""Stderr: whether anybody watches it, so that what takes long says so there, and a line on it."""
 
+import contextlib
 import os
 import sys
 
@@ -16,3 +17,9 @@ def watched() -> bool:
         return False
     # A notebook's stream is no terminal by its own account, but its text appears below the cell as it is written.
     return stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
+def say(line: str) -> None:
+    """A line on stderr, under jaxkv's name. One that is closed, or a full disk, is no reason to stop."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"jaxkv: {line}", file=sys.stderr, flush=True)

@@ -19,14 +19,24 @@ def encode(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
         raise ValueError(f"{error}; take the prompt without it (raw)") from error
 
 
-def end_tokens(tokenizer: Any, known: Sequence[int], *, raw: bool = False) -> tuple[int, ...]:
-    """Tokens that end a text: the model's and the tokenizer's own, and in a chat the one its template puts after an answer."""
-    ends = {*known} | ({tokenizer.eos_token_id} - {None})
-    if not raw and tokenizer.chat_template:
-        special = set(tokenizer.get_added_vocab().values())
-        ids = tokenizer(_after_an_answer(tokenizer), add_special_tokens=False)["input_ids"]
-        ends |= {*[t for t in ids if t in special][:1]}
-    return tuple(sorted(ends))
+def end_tokens(tokenizer: Any, known: Sequence[int], *, raw: bool = False, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Tokens that end a text: the model's and the tokenizer's own, and in a chat the one its template puts after an answer.
+
+    Args:
+      tokenizer: a transformers tokenizer, or None.
+      known: the model's own end tokens.
+      raw: whether prompts are taken without the template.
+      vocab_size: of the model. A tokenizer, and a model's file, may name tokens beyond it, which the model never makes: they are left
+        out.
+    """
+    ends = {*known}
+    if tokenizer is not None:
+        ends |= {tokenizer.eos_token_id} - {None}
+        if not raw and tokenizer.chat_template:
+            special = set(tokenizer.get_added_vocab().values())
+            ids = tokenizer(_after_an_answer(tokenizer), add_special_tokens=False)["input_ids"]
+            ends |= {*[t for t in ids if t in special][:1]}
+    return tuple(sorted(end for end in ends if vocab_size is None or end < vocab_size))
 
 
 def _after_an_answer(tokenizer: Any) -> str:

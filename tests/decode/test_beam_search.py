@@ -111,6 +111,7 @@ def test_one_beam_is_greedy(model: jaxkv.Decoder) -> None:
     out = jaxkv.beam_search(model, PROMPTS, num_beams=1, early_stopping=True, **options)
     greedy = jaxkv.generate(model, PROMPTS, **options)
     np.testing.assert_array_equal(out.tokens, greedy.tokens)
+    np.testing.assert_array_equal(out.lengths, greedy.lengths)
     assert np.asarray(greedy.finished).any()
     means = np.sum(np.asarray(greedy.logprobs), axis=2) / np.asarray(greedy.lengths)
     np.testing.assert_allclose(out.scores, means, rtol=1e-5)

@@ -1,16 +1,13 @@
 """Conversations against the model without any cache, and by counting: steps of the model, and programs of the compiler."""
 
-import contextlib
-from collections.abc import Iterator
-
 import decoders
 import jax
 import jax.numpy as jnp
 import pytest
+from compilations import compilations
 
 import jaxkv
 from jaxkv.decode import conversation as module
-from jaxkv.programs.progress import COMPILES
 
 ROOM, CHUNK, NEW = 96, 16, 5
 
@@ -26,21 +23,6 @@ def answer(conversation: jaxkv.Conversation, history: list[int], count: int = NE
 
 def ids(seed: int, length: int) -> list[int]:
     return decoders.random_prompts(seed, [length])[0]
-
-
-@contextlib.contextmanager
-def counting_compilations() -> Iterator[list[str]]:
-    names: list[str] = []
-
-    def begun(event: str, value: float, **about: str) -> None:
-        if event == COMPILES:
-            names.append(about["fun_name"])
-
-    jax.monitoring.register_scalar_listener(begun)
-    try:
-        yield names
-    finally:
-        jax.monitoring.unregister_scalar_listener(begun)
 
 
 def histories(first: list[int]) -> list[list[int]]:
@@ -98,14 +80,14 @@ def test_all_answers_share_one_program(temperature: float) -> None:
     conversation, first = new(sampling=jaxkv.Sampling(temperature)), ids(0, 20)
     keys = list(jax.random.split(jax.random.key(0), 20))
     answer(conversation, first, key=keys.pop())
-    with counting_compilations() as names:
+    with compilations() as names:
         for number, history in enumerate(histories(first)):
             answer(conversation, history, 1 + number, key=keys.pop())
             stopped = conversation.answer([*history, 1, 2], max_new_tokens=9, key=keys.pop())
             next(stopped)
             stopped.close()
     assert names == []
-    with counting_compilations() as names:  # the count can be other than none
+    with compilations() as names:  # the count can be other than none
         answer(new(max_seq_len=ROOM - 1, sampling=jaxkv.Sampling(temperature)), first, key=keys.pop())
     assert len([name for name in names if "step" in name]) == 1
 

@@ -231,12 +231,21 @@ def test_a_notebook_watches(monkeypatch) -> None:
     assert seen
 
 
-def test_a_closed_stderr_is_no_error(compiler: Compiler, monkeypatch) -> None:
-    stream = io.StringIO()
-    stream.close()
+@pytest.mark.parametrize("error", [ValueError("I/O operation on closed file"), OSError(28, "No space left on device")])
+def test_a_stderr_that_takes_nothing_is_no_error(compiler: Compiler, monkeypatch, error: Exception) -> None:
+    class Broken(io.StringIO):
+        tried = 0
+
+        def write(self, text: str) -> int:
+            self.tried += 1
+            raise error
+
+    stream, ended = Broken(), []
     monkeypatch.setattr("sys.stderr", stream)
     with waiting_on_compiler("x"):
         compiler.compiles(3.0)
+        ended.append(stream.tried)
+    assert (ended, stream.tried) == ([1], 2)  # a line when it took long, and one at the end
 
 
 def test_the_way_to_keep_it_is_said_where_nothing_is_kept(compiler: Compiler, capsys, monkeypatch) -> None:

@@ -30,6 +30,15 @@ def test_a_chat_ends_where_its_template_ends_an_answer(template: str) -> None:
     assert end_tokens(chat, [7], raw=True) == (7, chat.eos_token_id)
 
 
+def test_tokens_beyond_the_models_vocabulary_end_nothing() -> None:
+    """A tokenizer may have more tokens than the model, and a model's file may name such a token, too."""
+    chat = chat_tokenizer(TEMPLATE)
+    end = chat.convert_tokens_to_ids(END)
+    assert end_tokens(chat, [7, end + 5], vocab_size=end) == tuple(t for t in end_tokens(chat, [7]) if t < end)
+    assert end in end_tokens(chat, [7], vocab_size=end + 1)
+    assert end_tokens(None, [3, 9], vocab_size=9) == (3,)
+
+
 def test_a_template_that_takes_no_answers_has_no_end_of_its_own() -> None:
     chat = chat_tokenizer(
         "{% if messages|length > 1 %}{{ raise_exception('one message') }}{% endif %}{{ messages[0].content }}"
